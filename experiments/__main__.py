@@ -57,10 +57,11 @@ def _status_of(args: argparse.Namespace) -> int:
   from experiments.runs.checkpoint_errors import CheckpointError
   from experiments.runs.stopping import StoppedError
   from experiments.runs.train import TrainingDivergedError
+  from sparse24_jax.pipes import quietly
 
   logging.set_verbosity(logging.ERROR)
   try:
-    return COMMANDS[args.command](args) or 0
+    return quietly(lambda: COMMANDS[args.command](args) or 0)
   except StoppedError as stopped:
     if hosts.first():
       print(stopped, file=sys.stderr)

@@ -21,6 +21,7 @@ from pallas_kernels import _checks, _device, _records
 import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, BLOCK_LEGEND, block_table, explain, verdict
+from sparse24_jax.pipes import quietly
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
@@ -150,4 +151,4 @@ def _with_exact_gradients(recipe: Recipe) -> Recipe:
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

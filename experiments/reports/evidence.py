@@ -7,14 +7,15 @@ from pathlib import Path
 import statistics
 from typing import Any, NamedTuple
 
-from experiments.race.contenders import layers_of
+from experiments.race.contenders import Contender, CONTENDERS, layers_of, of
+from experiments.race.trials import LAST_RATE, WARM_UP
 from experiments.reports import best_steps
 from experiments.reports import race_table as table
 from experiments.reports.claims import half_width
 from pallas_kernels import _device
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Comparisons with seeds in which every method was tuned. The long one has rates that were tuned in shorter runs.
+# Comparisons with seeds in which most methods were tuned. The long one has rates that were tuned in shorter runs.
 COMPARISONS = (
   'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
   'race_h200_wide2048_3.jsonl', 'race_h200_774m.jsonl',
@@ -40,6 +41,7 @@ class Option:
 
 OPTIONS = (
   Option('FST', 'transposable_srste', ('fst', 'fst_all')),
+  Option('FST, FP8', 'transposable_srste_fp8', ('fst_fp8', 'fst_fp8_all')),
   Option('S-STE', 's_ste', ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
     'S-STE, FP8', 's_ste_fp8',
@@ -50,7 +52,30 @@ OPTIONS = (
   Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
 )
-DENSE = {option.title for option in OPTIONS if option.recipe is None}
+NAMES = {name: option for option in OPTIONS for name in option.contenders}
+# Widths that differ by a larger factor are far from each other: ours.
+NEAR = 2
+
+
+def contender_of(name: str) -> Contender:
+  """What a contender, or a method of experiments, changes in the model, and its recipe."""
+  return CONTENDERS.get(name) or of(name)
+
+
+def block_of(name: str) -> tuple[str | None, float, bool]:
+  """Of a contender's feed-forward block: the recipe, None for dense, the width as a share of dense's, and dense FP8."""
+  found = contender_of(name)
+  return NAMES[name].recipe, found.model.get('ffn_width', 1), bool(found.fp8)
+
+
+def narrowed(hidden: int, name: str) -> int:
+  """The hidden layer of a contender beside a dense one of `hidden`: where narrower a multiple of 16, as FP8 wants it.
+
+  >>> narrowed(8196, 'half_ffn'), narrowed(8196, 'fst')
+  (4096, 8196)
+  """
+  _, width, _ = block_of(name)
+  return hidden if width == 1 else max(16, int(width * hidden) // 16 * 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +91,7 @@ class Evidence:
     device: that trained.
     equal: what both had as much of, 'steps' or 'seconds'.
     width: of the comparison's models.
+    schedule: of the learning rate: the share of steps that it rises, and what its end is of its peak.
   """
 
   option: Option
@@ -76,6 +102,7 @@ class Evidence:
   device: str
   equal: str
   width: int | None = None
+  schedule: tuple[float, float] = (WARM_UP, LAST_RATE)
 
   @property
   def who(self) -> str:
@@ -118,9 +145,18 @@ class Evidence:
 
   def place(self, asked: str) -> str:
     """Model, length, seeds and device; and that it is another one than the GPU asked about, where seconds count."""
-    other = self.equal == 'seconds' and asked and _device.Device(self.device, 'gpu').slug != asked
+    device = self.device if self.equal == 'steps' else told(self.device, asked)
     seeds = len(self.percent)
-    return f'{self.where}, {seeds} seed{"s" * (seeds > 1)}, {self.device}{f", not {asked}" if other else ""}'
+    return f'{self.where}, {seeds} seed{"s" * (seeds > 1)}, {device}'
+
+
+def told(device: str, asked: str) -> str:
+  """A device, and that it is another one than the GPU asked about."""
+  return f'{device}, not {asked}' if asked and _slug(device) != asked else device
+
+
+def _slug(device: str) -> str:
+  return _device.Device(device, 'gpu').slug
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
@@ -133,12 +169,14 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
         continue
       (where, width), steps = _model(records[0]), records[0]['equal_steps']
       where += f', {steps:,} steps' if steps else f', {records[0]["seconds"]:g} s'
-      device = records[0]['device'].removeprefix('1 x ')
+      device, schedule = records[0]['device'].removeprefix('1 x '), _schedule(records[0])
       for option in OPTIONS:
         for contender in option.contenders:
           if contender in seeds:
             equal = 'steps' if steps else 'seconds'
-            e = Evidence(option, contender, seeds[contender], seeds['dense'], where, device, equal, width)
+            e = Evidence(
+              option, contender, seeds[contender], seeds['dense'], where, device, equal, width, schedule
+            )  # fmt: skip
             if e.percent and all(map(math.isfinite, [*e.percent, *e.shares])):
               found[option.title].append(e)
   return found
@@ -151,6 +189,13 @@ def _model(record: Mapping[str, Any]) -> tuple[str, int]:
   return _layers(layers, width), width
 
 
+def _schedule(record: Mapping[str, Any]) -> tuple[float, float]:
+  """Shares of a comparison's warm-up and last rate; races have theirs in common."""
+  if not (of_run := record.get('optimizer')):
+    return WARM_UP, LAST_RATE
+  return of_run['warmup_steps'] / record['steps'], of_run['end_lr'] / of_run['peak_lr']
+
+
 def _layers(number: int, width: int) -> str:
   return f'{number} layers of width {width:,}'
 
@@ -160,10 +205,11 @@ class Step(NamedTuple):
 
   Attributes:
     label: what tables call it.
-    times: how often as fast.
-    least: the slowest process of its session against the fastest of dense's.
+    times: how often as fast, the mean over sessions.
+    least: the slowest process of a session against the fastest of dense's.
     most: the other way round.
-    where: model and device.
+    where: the model.
+    device: that ran it.
   """
 
   label: str
@@ -171,30 +217,29 @@ class Step(NamedTuple):
   least: float
   most: float
   where: str
+  device: str
 
 
 type Steps = Mapping[tuple[str, str], Mapping[str, best_steps.Best]]
 
 
-def steps(d: int, sessions: Sequence[Steps]) -> Mapping[str, Sequence[Step]]:
-  """By contender, the lowest gain first; all sessions count."""
+def steps(d: int, sessions: Sequence[Steps], asked: str = '') -> Mapping[str, Step]:
+  """By contender, over all sessions; of models of one width that on the GPU asked about."""
   having = [(*key, methods) for timed in sessions for key, methods in timed.items() if 'dense' in methods]
   found = {}
-  for name in (contender for option in OPTIONS for contender in option.contenders):
+  for name in NAMES:
     own = [(device, model, methods) for device, model, methods in having if name in methods]
     if not own:
       continue
-    nearest = min(own, key=lambda timed: far(timed[2]['dense'].record['shape']['d'], d))
-    found[name] = sorted(
-      (_step(methods['dense'], methods[name], device) for device, model, methods in own
-       if (device, model) == nearest[:2]), key=lambda step: step.times,
+    nearest = min(own, key=lambda timed: (far(timed[2]['dense'].record['shape']['d'], d), _slug(timed[0]) != asked))
+    both = [(each['dense'], each[name]) for device, model, each in own if (device, model) == nearest[:2]]
+    shape = both[0][0].record['shape']
+    found[name] = Step(
+      both[0][1].record['label'], statistics.fmean(dense.ms / its.ms for dense, its in both),
+      min(dense.least / its.most for dense, its in both), max(dense.most / its.least for dense, its in both),
+      _layers(shape['layers'], shape['d']), nearest[0],
     )  # fmt: skip
   return found
-
-
-def _step(dense: best_steps.Best, own: best_steps.Best, device: str) -> Step:
-  where = f'{_layers(dense.record["shape"]["layers"], dense.record["shape"]["d"])}, {device}'
-  return Step(own.record['label'], dense.ms / own.ms, dense.least / own.most, dense.most / own.least, where)
 
 
 def far(width: int | None, d: int | None) -> float:
@@ -202,6 +247,11 @@ def far(width: int | None, d: int | None) -> float:
   if d is None:
     return 0.0
   return abs(math.log(width / d)) if width else math.inf
+
+
+def near(width: int | None, d: int | None) -> bool:
+  """Whether a width is within a factor of `NEAR` of the one asked about."""
+  return far(width, d) <= math.log(NEAR) + 1e-9
 
 
 def below(values: Sequence[float]) -> bool:

@@ -1,12 +1,14 @@
 """`python -m experiments guide`: which recipe for a GPU, a size and a goal, from records and nothing else.
 
 Times are those that a GPU's records of kernels expect of one feed-forward block; losses are those of comparisons in
-which every method searched its learning rate alike, with 95% intervals over seeds. None of them is of your model: a
-line says of what model and device it is. Methods of a race are parted by their losses, seed by seed.
+which most methods searched their learning rates alike (° marks those that did not), with 95% intervals over seeds.
+None of them is of your model: a line says of what model and device it is. Methods of a race are parted by their losses,
+seed by seed.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -17,22 +19,29 @@ from experiments.reports import best_steps
 from experiments.reports.evidence import (
   against_dense,
   below,
-  DENSE,
+  block_of,
+  contender_of,
   Evidence,
   evidence,
   far,
   interval,
+  NAMES,
+  narrowed,
+  NEAR,
+  near,
   OPTIONS,
   parted,
   RESULTS,
   Step,
   steps,
+  told,
 )
 from experiments.reports.guide_code import code
 from experiments.reports.guide_tables import LEGEND, tables
 from pallas_kernels import _device, _records
 import sparse24_jax as s24
 from sparse24_jax.block_gain import block_gain
+from sparse24_jax.priced import BlockGain
 
 QUESTIONS = {
   'sooner': 'What reaches a loss soonest?',
@@ -63,83 +72,109 @@ class Answer:
 
 
 def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None) -> Mapping[str, float | None]:
-  """How many times faster than dense the feed-forward block of each sparse option should be; None: unknown.
+  """How many times faster than dense of that size the feed-forward block of each contender should be; None: unknown.
 
-  Without a device by what runs here.
+  A contender with a narrower block has that block. Without a device by what runs here.
   """
-  return {
-    option.title: block_gain(
-      d, hidden, s24.recipes.KNOWN[option.recipe].example('.*'), tokens=tokens, gated=gated, device=device
-    ).gain
-    for option in OPTIONS if option.recipe is not None
-  }  # fmt: skip
+
+  @functools.cache
+  def block(recipe: str, hidden: int) -> BlockGain:
+    example = s24.recipes.KNOWN[recipe].example('.*')
+    return block_gain(d, hidden, example, tokens=tokens, gated=gated, device=device)
+
+  found = {}
+  for name in NAMES:
+    if contender_of(name).size:  # not of a width that was asked about
+      continue
+    recipe, _, fp8 = block_of(name)
+    own = block(recipe or 's_ste_fp8', narrowed(hidden, name))
+    dense_ms = block(recipe or 's_ste_fp8', hidden).dense_ms
+    ms = own.expected_ms if recipe else own.dense_ms if not fp8 else None if own.simulated else own.dense_fp8_ms
+    found[name] = None if dense_ms is None or ms is None else dense_ms / ms
+  return found
 
 
 def answer(
   goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = '',
-  d: int | None = None, *, hidden: int | None = None, timed: Mapping[str, Sequence[Step]] | None = None,
+  d: int | None = None, *, hidden: int | None = None, timed: Mapping[str, Step] | None = None,
 ) -> Answer:  # fmt: skip
   """What to take for a goal, what to expect of it, and its code.
 
   Args:
     goal: of `QUESTIONS`.
-    faster: from `gains`.
+    faster: from `gains`, by contender.
     found: from `evidence`.
     device: the GPU that is asked about.
     d: the width that is asked about.
     hidden: likewise of the hidden layer.
     timed: from `steps`.
 
-  >>> print(answer('sooner', {'FST': 0.9}, {}))
+  >>> print(answer('sooner', {'fst': 0.9}, {}))
   Take  dense, as it is
   Why   no faster method was shown to reach its loss sooner
   """
-  pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   of_steps = sorted(
     (e for each in found.values() for e in each if e.equal == 'steps'), key=lambda e: (far(e.width, d), e.mean)
   )
 
-  def of(e: Evidence, *more: tuple[str, str], first: tuple[tuple[str, str], ...] = (), take: str = '') -> Answer:
+  def of(
+    e: Evidence, *more: tuple[str, str], first: Sequence[tuple[str, str]] = (), take: str = '', head: str = ''
+  ) -> Answer:
     alike = [other for other in of_steps if other.contender == e.contender] if e.equal == 'steps' else [e]
     gain = [f"dense's final loss after {interval(e.shares)} of dense's time ({e.place(device)})"] if e.shares else []
-    gain += [
-      f'a step {step.times:.2f} times as fast as dense ({step.least:.2f} to {step.most:.2f}; {step.where})'
-      for step in (timed or {}).get(e.contender, ())
-    ]
-    if times := faster.get(e.option.title):
-      gain.append(f'a feed-forward block {times:.2f} times as fast as dense, at the size asked about')
+    if step := (timed or {}).get(e.contender):
+      place = f'{step.where}, {told(step.device, device)}'
+      gain.append(f'a step {step.times:.2f} times as fast as dense ({step.least:.2f} to {step.most:.2f}; {place})')
+    if times := faster.get(e.contender):
+      wide, dense = 'the size asked about', 'dense'
+      if hidden and narrowed(hidden, e.contender) != hidden:
+        wide, dense = f'hidden width {narrowed(hidden, e.contender):,}', f'dense of {hidden:,}'
+      gain.append(f'a feed-forward block of {wide} {times:.2f} times as fast as {dense}')
     losses = [
       f'{against_dense(e.percent)} after equal {e.equal}{_edge(e)}'
       + ('' if e.shares else f' ({e.place(device)})') for e in alike
     ]  # fmt: skip
-    lines = code(e.option, e.contender, rate=e.own.rate, decay=e.own.decay, hidden=hidden)
+    lines = code(
+      e.contender, rate=e.own.rate, decay=e.own.decay, hidden=hidden, schedule=e.schedule,
+      found=f'was {"the only one tried" if e.own.searched == 1 else "the best"} for {e.where}',
+    )  # fmt: skip
+    lines = [f'# {head}', *lines] if head and lines else lines
     return Answer(take or e.who, [*first, *_under('Gain', gain), *_under('Loss', losses), *more], lines)
 
   if goal == 'sooner':
-    winners = _winners(pays | DENSE, found, d)
-    behind, best = _behind_at_this_width(pays, found, d), next((w for w in winners if not w.beaten_by), None)
-    warned = _under('But', [text for w in winners for text in w.warned()])
-    if behind or best is None:
-      why = behind or 'no faster method was shown to reach its loss sooner'
-      return Answer(_PLAIN, [('Why', why), *warned, *_under('Else', [w.said(device) for w in winners])])
+    winners = _winners(faster, found, d)
+    best = next((w for w in winners if not w.beaten_by and near(w.first.width, d)), None)
+    warned = _under('But', [text for w in winners if near(w.first.width, d) for text in w.warned()])
+    if (behind := _behind_at_this_width(faster, found, d)) or best is None:
+      behind = behind or [('Why', _no_race(found, d) or 'no faster method was shown to reach its loss sooner')]
+      return Answer(_PLAIN, [*behind, *warned, *_under('Else', [w.said(device) for w in winners])])
     others = _under('Else', [w.said(device) for w in winners if w is not best])
-    return of(best.first, *warned, *others, take=best.names)
+    head = f'Of {best.first.who}.' if best.near else ''
+    return of(best.first, *warned, *others, take=best.names, head=head)
   if goal == 'sparse':
     sparse = [option for option in OPTIONS if option.ends_sparse]
-    option = max(sparse, key=lambda option: (option.title in pays, faster.get(option.title) or 0))
+    pays = [option for option in sparse if _gains(faster.get(option.contenders[0]))]
+    # Where none is known to be faster, the lowest loss decides.
+    taken = [max(pays, key=lambda option: faster[option.contenders[0]] or 0)] if pays else sparse
     ends = ('Ends', 's24.project(params, opt_state, recipe) has the zeros, s24.verify_weights proves them')
-    best = next((e for e in of_steps if e.option.title == option.title), None)
+    best = next((e for e in of_steps if e.option in taken), None)
     if best is not None:
       return of(best, ends)
-    lines = code(option, option.contenders[0], rate=1e-3, decay=0.0)
-    return Answer(option.title, [('Loss', 'no tuned comparison was recorded'), ends], lines)
+    lines = code(taken[0].contenders[0], rate=1e-3, decay=0.0, found='is a guess, since none was searched')
+    return Answer(taken[0].title, [('Loss', 'no tuned comparison was recorded'), ends], lines)
   if surely := [e for e in of_steps if below(e.percent)]:
     return of(surely[0])
-  why = ('Why', 'no recipe was shown to end below it after as many steps')
-  price = next((e for e in of_steps if e.option.title in pays and len(e.percent) > 1), None)
+  why = ('Why', 'no method was shown to end below it after as many steps')
+  faster_ones = [e for e in of_steps if _may_gain(e, faster)]
+  price = next((e for e in faster_ones if len(e.percent) > 1), None)
   if price is None:
     return Answer(_PLAIN, [why])
-  return of(price, first=(why, ('But', f'{price.who} is faster, for this price:')), take=_PLAIN)
+  lower = [
+    f'{e.who} {_how(e, faster)}, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
+    f'{_edge(e)} ({e.place(device)})' for e in faster_ones[: faster_ones.index(price)]
+  ]  # fmt: skip
+  first = [why, *_under('But', [*lower, f'{price.who} {_how(price, faster)}, for this price:'])]
+  return of(price, first=first, take=_PLAIN, head=f'If you pay this price: {price.who}.')
 
 
 class _Winner(NamedTuple):
@@ -164,21 +199,26 @@ class _Winner(NamedTuple):
 
   def said(self, device: str) -> str:
     """The race in a sentence."""
-    text = f"{self.first.place(device)}: {self.names}, {interval(self.first.shares)} of dense's time"
+    share = f"{interval(self.first.shares)} of dense's time"
+    text = f"{self.first.place(device)}: {self.names} had dense's final loss in {share}"
     return f'{text}. {self.beaten_by.who}, which beat it elsewhere, did not run' if self.beaten_by else text
 
   def warned(self) -> list[str]:
     """What one seed cannot claim, and a reader should know before he takes what is claimed."""
     return [
-      f"{e.where}: {e.who} ended lowest, {e.shares[0]:.2f} of dense's time, with one seed{_edge(e)}"
+      f"{e.where}: {e.who} ended lowest, and had dense's final loss in {e.shares[0]:.2f} of dense's time, by one seed"
+      + _edge(e)
       for e in self.lower
     ]
 
 
-def _winners(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], d: int | None) -> list[_Winner]:
+def _winners(
+  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], d: int | None
+) -> list[_Winner]:
   """The first of each race in which one was surely below dense, the nearest width first."""
+  candidates = [e for title in sorted(found) for e in found[title] if _may_gain(e, faster)]
   races: dict[tuple[str, str], list[Evidence]] = {}
-  for e in (e for title in found if title in candidates for e in found[title]):
+  for e in candidates:
     if e.shares and len(e.percent) > 1 and e.mean < 0:
       races.setdefault((e.where, e.device), []).append(e)
   for each in races.values():
@@ -195,7 +235,7 @@ def _winners(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], d: i
       if e.who == first.who and winner.who not in ran and far(winner.width, d) <= far(first.width, d)
     )  # fmt: skip
     lower = [
-      e for title in sorted(candidates) for e in found.get(title, ())
+      e for e in candidates
       if (e.where, e.device) == (first.where, first.device) and len(e.shares) == 1
       and max(e.behind(first), default=0.0) < 0
     ]  # fmt: skip
@@ -204,24 +244,64 @@ def _winners(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], d: i
   return winners
 
 
-def _behind_at_this_width(sparse: Set[str], found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
-  """That, in the longest runs of the nearest width, no sparse model was surely sooner at its final loss than dense.
+def _behind_at_this_width(
+  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], d: int | None
+) -> list[tuple[str, str]]:
+  """That, in the longest runs of the nearest width, no method was surely sooner at its final loss than dense.
 
-  '' if one was, or if these runs were a race, which tells itself who was sooner.
+  Nothing if one was, or if these runs were a race, which tells itself who was sooner.
   """
-  known = [e for title in sparse for e in found.get(title, ()) if e.width and e.dense_shares]
+  known = [
+    e for each in found.values() for e in each
+    if e.width and e.dense_shares and _may_gain(e, faster) and near(e.width, d)
+  ]  # fmt: skip
   if d is None or not known:
-    return ''
+    return []
   width = min((e.width for e in known if e.width), key=lambda width: far(width, d))
   longest = max((e for e in known if e.width == width), key=lambda e: next(iter(e.own.curves.values()))[-1][0])
-  near = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
-  if longest.equal == 'seconds' or any(_sooner(e) for e in near):
-    return ''
-  best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
-  return (
-    f'it has the final loss of {best.who}, the soonest sparse model at {best.where}, after'
-    f' {interval(best.dense_shares)} of its time, and is then in mid-schedule ({best.device})'
+  alike = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
+  alike.sort(key=lambda e: -statistics.fmean(e.dense_shares))
+  several = [e for e in alike if len(e.percent) > 1]
+  if longest.equal == 'seconds' or not several or any(map(_sooner, several)):
+    return []
+  best = several[0]
+  why = (
+    f'dense reaches the final loss of {best.who}, the soonest with several seeds of {best.where}, in'
+    f' {interval(best.dense_shares)} of the time that {best.who} takes, and is then in mid-schedule ({best.device})'
   )
+  ahead = [
+    f'{e.where}: dense reaches the final loss of {e.who} in {e.dense_shares[0]:.2f} of the time that {e.who} takes, by'
+    f' one seed{_edge(e)}' for e in alike[: alike.index(best)]
+  ]  # fmt: skip
+  return [('Why', why), *_under('But', ahead)]
+
+
+def _no_race(found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
+  """That all races were of other widths; '' if one was not, or there was none."""
+  widths = [e.width for each in found.values() for e in each if e.shares]
+  if not widths or any(near(width, d) for width in widths):
+    return ''
+  return f'no race was run at a width within a factor of {NEAR} of {d:,}'
+
+
+def _gain(e: Evidence, faster: Mapping[str, float | None]) -> float | None:
+  """The gain that decides: of a recipe that over a dense block as wide as its own."""
+  return faster.get(e.option.contenders[0] if e.option.recipe else e.contender)
+
+
+def _gains(gain: float | None) -> bool:
+  """Whether a gain is known to be one."""
+  return gain is not None and round(gain, 2) > 1
+
+
+def _how(e: Evidence, faster: Mapping[str, float | None]) -> str:
+  return 'is faster' if _gains(_gain(e, faster)) else 'computes less'
+
+
+def _may_gain(e: Evidence, faster: Mapping[str, float | None]) -> bool:
+  """Whether it may be sooner than dense; of a dense rival whose block is not priced its race says so."""
+  gain = _gain(e, faster)
+  return e.option.recipe is None if gain is None else _gains(gain)
 
 
 def _sooner(e: Evidence) -> bool:
@@ -237,7 +317,7 @@ def _under(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
 def _edge(e: Evidence) -> str:
   """That its best setting lies at an edge of its search, so that a wider one may find a better."""
   if e.own.searched == 1:
-    return ', its rate not searched'
+    return ', at the one rate that was tried'
   return ', best at an edge of its search' if e.own.edge else ''
 
 
@@ -249,13 +329,19 @@ def guide(
   Raises:
     ValueError: nothing was measured on that device, or sizes that no recipe takes.
   """
+  if tokens < 1:
+    raise ValueError(f'--tokens is {tokens}, and must be positive')
+  for name, size in (('--d', d), ('--hidden', hidden)):
+    if size < 4 or size % 4:
+      raise ValueError(f'{name} is {size}, and must be a positive multiple of 4, as 2:4 weights are groups of four')
   asked = _records.device_meant(device) if device else None
   device = asked or _device.current().slug
   known = _records.measured_devices()
   if _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name not in known:
     raise ValueError(f'nothing was measured on {device!r}; pass --device, one of {", ".join(known)}')
   faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=asked), evidence()
-  timed = steps(d, [best_steps.load(RESULTS / name) for name in (best_steps.FILE, 'best_steps_124m.jsonl')])
+  sessions = [best_steps.load(RESULTS / name) for name in (best_steps.FILE, 'best_steps_124m.jsonl')]
+  timed = steps(d, sessions, device)
   title = (
     f'Feed-forward blocks of {d:,} x {hidden:,} with {tokens:,} tokens, on {device}. The code takes a function of'
     ' yours, loss_fn(params, tokens), and patterns that match the whole paths of your weights.'

@@ -1,33 +1,36 @@
 """What the answers of the guide rest on: blocks, steps and comparisons, in tables."""
 
 from collections.abc import Mapping, Sequence
-import itertools
 import math
 
 from experiments.reports import race_table
-from experiments.reports.evidence import Evidence, far, interval, parted, Step
+from experiments.reports.evidence import block_of, contender_of, Evidence, far, interval, parted, Step
 
 LEGEND = (
   "What this rests on. Loss is above (+) or below (-) dense's of the same comparison; ± is the 95% interval over seeds,"
   " and a figure without one is of one seed. Time is the share of dense's time after which a method has dense's final"
-  ' loss; lead is the share of its time after which the first with several seeds has its final loss. = is not parted'
-  ' from that one by the seeds. * has its best rate or decay at an edge of its search, so that a wider one may find a'
-  ' better; ° searched none. The models compared are GPT-2 on bytes, with rotary positions and normalised queries and'
-  ' keys.'
+  " loss. Lead is the share of the method's time after which the first with several seeds has the method's final loss."
+  ' = is not parted from that first one by the seeds. * has its best rate or decay at an edge of its search, so that a'
+  ' wider one may find a better; ° searched none. The models compared are GPT-2 on bytes, with rotary positions and'
+  ' normalised queries and keys.'
 )
 
 
 def tables(
-  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], timed: Mapping[str, Sequence[Step]],
+  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], timed: Mapping[str, Step],
   d: int,
 ) -> list[str]:  # fmt: skip
   """All that is on record: blocks, steps, and each comparison with its methods by loss, the nearest width first."""
-  blocks = [[title, 'not known' if gain is None else f'{gain:.2f}'] for title, gain in faster.items()]
+  blocks: dict[tuple[str | None, float, bool], list[str]] = {}
+  for name, gain in faster.items():
+    said = 'not known' if gain is None else f'{gain:.2f}'
+    blocks.setdefault(block_of(name), [contender_of(name).label, said])
   times = [
-    [step.label, f'{step.times:.2f}', f'{step.least:.2f} to {step.most:.2f}', step.where]
-    for step in itertools.chain(*timed.values())
+    [step.label, f'{step.times:.2f}', f'{step.least:.2f} to {step.most:.2f}', f'{step.where}, {step.device}']
+    for step in timed.values()
   ]
-  lines = [*_table('Times as fast as dense, a feed-forward block, by the records of kernels:', blocks),
+  title = 'Times as fast as a dense feed-forward block of the size asked about, by the records of kernels:'
+  lines = [*_table(title, [*blocks.values()]),
            *_table('Times as fast as dense, a step, and the range over processes:', times)]  # fmt: skip
   comparisons: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for each in found.values() for e in each):
