@@ -76,7 +76,7 @@ class Contender:
 
 
 def _shortened(recipe: s24.Recipe, scale: Any) -> s24.Recipe:
-  """The recipe of a run `scale` times as short, an array: only its topologies follow schedules of the whole run."""
+  """The recipe of a run `scale` times as short, which may be traced; the steps that a recipe is made for may not."""
 
   def of_run(schedule: Any) -> Any:
     return (lambda step: schedule(jnp.asarray(step, jnp.float32) * scale)) if callable(schedule) else schedule
