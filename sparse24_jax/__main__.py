@@ -12,6 +12,7 @@ import functools
 import importlib
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 
@@ -138,7 +139,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     parser.error(f'{error}: {args.example}() must return (f, params, *args), with all that f takes')
   except ValueError as error:
     parser.error(str(error))
-  print(checked)
+  print(checked.text(max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None))
   if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:
     print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
   return 0 if checked.ok else 1

@@ -1,8 +1,7 @@
 """Byte-level GPT-2 of 6 layers, width 384, on embedded real text: methods compared on one GPU in minutes.
 
 Questions: whether sparse activations reach the loss of dense squared ReLU; and in what order static masks, SET, RigL
-and mixed sparsity training end at equal training FLOPs (without the head). docs/quality_runs.md has results, of three
-seeds with learnt positions at one learning rate.
+and mixed sparsity training end at equal training FLOPs (without the head).
 Source of the settings: ours. The learning rate falls to a tenth, as in the release of mixed sparsity training.
 Densities, and the share of steps of `dense_short`, give every method the FLOPs of mixed sparsity training; the topology
 changes every fortieth of so short a run.

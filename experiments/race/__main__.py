@@ -177,11 +177,14 @@ class Race:
       self.made.put((name, programs, seconds + time.perf_counter() - start))
 
   def _prepare(self, name: str) -> None:
+    fields = contender(name, tiny=self.options.tiny)
+    if self.options.steps and name in self.options.contenders:
+      fields.make(self.options.decay, self.options.steps)  # refuses too few
     model = make_model(
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    made = Programs(model, contender(name, tiny=self.options.tiny), self.options.batch, shape, self.held_out)
+    made = Programs(model, fields, self.options.batch, shape, self.held_out)
     self.to_trace.append((name, made))
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from experiments.models import gpt2
@@ -12,7 +13,7 @@ from experiments.runs.method_table import METHODS
 from experiments.runs.recipes import LINEAR, recipe_of, with_implementation
 import sparse24_jax as s24
 
-# For a recipe of which only what no length changes is asked.
+# Steps of a run whose length does not matter.
 MANY_STEPS = 10**6
 # The period in which recipes choose masks or, where links come and go, a multiple of it.
 SEARCH_EVERY = 40
@@ -65,9 +66,9 @@ class Contender:
     else:
       # A function of the step in place of a number, so that all decays share a program.
       kwargs = {**self.kwargs, **({'masked_decay': lambda _: decay} if self.decays else {})}
-      known = isinstance(steps, int)
-      recipe = recipe_of(self.recipe, kwargs, steps if known else MANY_STEPS)
-      recipe = recipe if known else _shortened(recipe, MANY_STEPS / steps)
+      traced = isinstance(steps, jax.core.Tracer)
+      recipe = recipe_of(self.recipe, kwargs, MANY_STEPS if traced else int(steps))
+      recipe = _shortened(recipe, MANY_STEPS / steps) if traced else recipe
     if self.fp8:
       rule = s24.Rule(self.fp8, s24.DotPolicy(precision='fp8'))
       recipe = dataclasses.replace(recipe, rules=(*recipe.rules, rule))
@@ -75,7 +76,7 @@ class Contender:
 
 
 def _shortened(recipe: s24.Recipe, scale: Any) -> s24.Recipe:
-  """The recipe of a run `scale` times as short, an array: links come and go by schedules that want whole numbers."""
+  """The recipe of a run `scale` times as short, which may be traced; the steps that a recipe is made for may not."""
 
   def of_run(schedule: Any) -> Any:
     return (lambda step: schedule(jnp.asarray(step, jnp.float32) * scale)) if callable(schedule) else schedule
@@ -153,7 +154,7 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_fp8_all': of('fst_fp8_all'),
   # Links change every ten steps, since the warm-up has to hold a change: it is a fortieth of the run, which takes 400
   # steps at least. Runs of all seeds draw the same links.
-  'mst': of('mixed_sparsity_transposable_full', kwargs={'refresh_every': 10}),
+  'mst_half_dense': of('mixed_sparsity_transposable_full', kwargs={'refresh_every': 10}),
   's_ste_fp8_rest_fp8': of('s_ste_fp8', 'attention dense in FP8', fp8=r'.*/attn/.*'),
   # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
   'fst_from_pruned': of('fst_from_pruned'),

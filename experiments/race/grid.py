@@ -68,7 +68,8 @@ class Grid:
     data: batches in place of the corpus.
 
   Raises:
-    ValueError: see `methods.run_all`; seeds that both choose and are reported; no trials.
+    ValueError: see `methods.run_all`; seeds that both choose and are reported; no trials; a file of records that do not
+      say of which text they are.
   """
 
   def __init__(
@@ -106,6 +107,11 @@ class Grid:
     self.records: list[dict[str, Any]] = []
     if results.exists():
       self.records = [json.loads(line) for line in results.read_text().splitlines()]
+    if old := sum('searched_with' in record and 'text' not in record for record in self.records):
+      raise ValueError(
+        f'{results}: {old} of {len(self.records)} records lack text, which says what was read, so that all would be'
+        ' trained again: give another file'
+      )
 
   def run(self) -> list[dict[str, Any]]:
     """Makes all trials that are missing, method after method, and returns the records of all."""

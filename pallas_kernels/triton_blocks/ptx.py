@@ -70,6 +70,7 @@ def round_pair(low, high, dtype: tl.constexpr):
       '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
   else:
+    tl.static_assert(dtype == tl.float8e5, 'no rounding to this dtype')
     return tl.inline_asm_elementwise(
       '{ .reg .b16 low, high; mov.b16 high, 0; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; mov.b32 $0, {low, high}; }',
       '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1,
@@ -85,6 +86,7 @@ def round_quad(a, b, c, d, dtype: tl.constexpr):
       ' mov.b32 $0, {low, high}; }', '=r,f,f,f,f', [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
   else:
+    tl.static_assert(dtype == tl.float8e5, 'no rounding to this dtype')
     return tl.inline_asm_elementwise(
       '{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;'
       ' mov.b32 $0, {low, high}; }', '=r,f,f,f,f', [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,

@@ -30,6 +30,16 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
   return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, 'jaxpr') and hasattr(jaxpr, 'consts') else (jaxpr, ())
 
 
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+  """All equations of a jaxpr, those inside of others too."""
+  for equation in open_jaxpr(jaxpr)[0].eqns:
+    yield equation
+    for param in equation.params.values():
+      for inner in param if isinstance(param, tuple | list) else (param,):
+        if hasattr(open_jaxpr(inner)[0], 'eqns'):
+          yield from equations_of(inner)
+
+
 def is_literal(atom: Any) -> bool:
   return isinstance(atom, jex.Literal)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import shutil
 import textwrap
 from typing import Any
 
@@ -36,8 +35,6 @@ _ROUNDED = (
   ' and compute in 16 bits.'
 )
 _ENDS = 'no other matched weight reads its result'
-# Ours: columns of a terminal, fewer of which no sentence is broken to.
-_NARROWEST = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +94,10 @@ class Checked:
     return all(w.problem is None for w in self.weights)
 
   def __str__(self) -> str:
+    return self.text()
+
+  def text(self, width: int | None = None) -> str:
+    """The table, and sentences below it: a line each, or broken to a width, with what continues one indented."""
     head = ('weight', 'shape', 'axes', 'projection', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
     rows = [head, *(_row(w, w.weight) for w in self.weights if w.weight is not None)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -112,7 +113,7 @@ class Checked:
       lines += [f'{_ROUNDED} Here: {listed(rounded)}']
     lines += self.notes
     lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
-    return '\n'.join([*table, *map(_wrapped, lines)])
+    return '\n'.join([*table, *(lines if width is None else (_wrapped(line, width) for line in lines))])
 
 
 @params_come_third
@@ -283,11 +284,7 @@ def _projection(policy: DotPolicy) -> str:
   return name if policy.precision == 'default' else f'{name}, {policy.precision}'
 
 
-def _wrapped(line: str) -> str:
-  """The line in the width of the terminal, if there is one; what continues it is indented."""
-  width = shutil.get_terminal_size((0, 0)).columns
-  if width < _NARROWEST:
-    return line
+def _wrapped(line: str, width: int) -> str:
   indent = len('PROBLEM  ') if line.startswith(('PROBLEM', 'WARNING')) else len(line) - len(line.lstrip()) + 2
   return textwrap.fill(line, width, subsequent_indent=' ' * indent, break_long_words=False, break_on_hyphens=False)
 

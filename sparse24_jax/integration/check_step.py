@@ -12,7 +12,14 @@ from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.flow import Read, UNSURE, Weight
 from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import trace
-from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
+from sparse24_jax.integration.step_weights import (
+  Argument,
+  arguments_of,
+  follow_updates,
+  has_dense_update,
+  is_ours,
+  ReadBy,
+)
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.recipe import PhaseName
 from sparse24_jax.rules import is_array, listed
@@ -28,6 +35,8 @@ _ALTERED = (
   ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
 
+_DENSE = "phase 'dense': the step trains every weight dense; check the step of a sparse phase too, if there is one"
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
@@ -38,7 +47,7 @@ class CheckedStep:
       on the way to its gradient.
     brought: path of each weight whose mask the step does not take from the state of its optimizer, to the argument that
       brings it. Right where the loop makes it anew for every step, as variables or in an nnx model; else it gets stale.
-    phase: `'dense'` if all updates are of a dense phase, or the recipe makes no weight sparse: then there are no lines.
+    phase: `'dense'` if all updates are of a dense phase: then there are no lines.
 
   >>> import sparse24_jax as s24
   >>> print(s24.CheckedStep({'mlp/up': ('model.py:12 (mlp)',)}))
@@ -51,7 +60,7 @@ class CheckedStep:
 
   def __str__(self) -> str:
     if self.phase == 'dense':
-      return "phase 'dense': the step trains every weight dense; check the step of a sparse phase too, if there is one"
+      return _DENSE
     lines = [f'{path}: sparse at {", ".join(lines)}' for path, lines in self.weights.items()]
     return '\n'.join([*lines, *_notes(self.brought)])
 
@@ -81,13 +90,14 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   Returns:
     For each weight the lines whose matmuls read it. A step of a dense phase reads weights dense by design: it has no
-    lines, and `phase` says so.
+    lines, `phase` says so, and so does a warning.
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
       the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
       update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
-      `sparse_training` among the arguments, or no parameters for it.
+      `sparse_training` among the arguments, or no parameters for it, or it keeps no masks in a sparse phase: only
+      activations are sparse, or layers in FP8.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -116,7 +126,12 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
   if not masks:
-    return CheckedStep({}, phase='dense')
+    if not has_dense_update(traced.jaxpr):
+      raise ValueError(
+        'this recipe keeps no masks, so that check_step cannot see whether the step is sparse: use check(recipe, f,'
+        ' params, ...). A step of a dense phase passes if it has its update, tx.update(gradients, opt_state, params)'
+      )
+    return _dense()
   given = arguments_of((args, kwargs), masks)
   held = [argument.weight for argument in given if argument.weight]
   folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
@@ -125,9 +140,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       f'the arguments hold a state of sparse_training for {", ".join(masks)}, and no parameters with these paths: give'
       ' check_step what the loop gives the step'
     )
-  updates, dense = follow_updates(traced.jaxpr, given, folders)
-  if not updates and dense:
-    return CheckedStep({}, phase='dense')
+  updates = follow_updates(traced.jaxpr, given, folders)
+  if not updates and has_dense_update(traced.jaxpr):
+    return _dense()
   if not updates:
     raise ValueError(
       'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
@@ -149,6 +164,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   return CheckedStep({path: tuple(each) for path, each in lines.items()}, brought)
 
 
+def _dense() -> CheckedStep:
+  log_once(f'check_step: {_DENSE}', 'sparse24_jax', logging.WARNING)
+  return CheckedStep({}, phase='dense')
+
+
 def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
   """For each weight whose mask is not from the optimizer state alone, the path of an argument that holds one."""
   others: dict[str, str] = {}
@@ -157,7 +177,7 @@ def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> d
       others.setdefault(argument.state_of, argument.path)
   if not others:
     return {}
-  updates, _ = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
+  updates = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
   return {path: others[path] for path in others if _first_problem(updates, path)}
 
 

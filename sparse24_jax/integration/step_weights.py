@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from sparse24_jax.binding._jax import checkpoint_name_of, equations_of
 from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, UNSURE, Weight
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
-from sparse24_jax.optim import name_of, SparseTrainingState
+from sparse24_jax.optim import DENSE_UPDATE, name_of, SparseTrainingState
 from sparse24_jax.rules import is_array, leaves_by_path
 
 
@@ -83,20 +84,19 @@ class ReadBy(NamedTuple):
   altered: bool = False
 
 
-class Followed(NamedTuple):
-  """The updates of a traced step.
+def has_dense_update(jaxpr: Any) -> bool:
+  """Whether a traced step has an update of a dense phase."""
+  return any(checkpoint_name_of(equation) == DENSE_UPDATE for equation in equations_of(jaxpr))
 
-  Attributes:
-    updates: what each one of a sparse phase says of each weight, by path, in the order of the program.
-    dense: whether there are updates of a dense phase.
+
+def follow_updates(
+  jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
+) -> Sequence[Mapping[str, ReadBy]]:
+  """Follows weights through a step, and from the updates that it makes on through the next one.
+
+  Returns:
+    What each update of a sparse phase says of each weight, by path, in the order of the program.
   """
-
-  updates: Sequence[Mapping[str, ReadBy]]
-  dense: bool
-
-
-def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> Followed:
-  """Follows weights through a step, and from the updates that it makes on through the next one."""
   paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
   made = {name_of('states', path): _state(path, folders) for path in paths}
   weights_of = {path: _state(path, folders).states for path in paths}
@@ -105,7 +105,6 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
   weights, gradients = (
     {path: found.named.get(name_of(kind, path), []) for path in paths} for kind in ('weights', 'gradients')
   )
-  dense = any(found.named.get(name_of('dense weights', path)) for path in paths)
   updates = []
   for i in range(max(map(len, weights.values()))):
     before, after = ([(path, each[i]) for path, each in of.items() if i < len(each)] for of in (weights, gradients))
@@ -119,7 +118,7 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
       )
       for path in paths
     })  # fmt: skip
-  return Followed(updates, dense)
+  return updates
 
 
 def _reads(

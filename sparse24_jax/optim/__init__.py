@@ -1,7 +1,7 @@
 """The Optax side: where masks live and change."""
 
 from sparse24_jax.optim._chain import Tried, try_chain
-from sparse24_jax.optim._named import name_of
+from sparse24_jax.optim._named import DENSE_UPDATE, name_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
@@ -21,6 +21,7 @@ from sparse24_jax.optim.sparse_training import sparse_training
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
 __all__ = [
+  'DENSE_UPDATE',
   'FlipRate',
   'MvueGradientsState',
   'SparseTrainingState',

@@ -8,8 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse24_jax.optim._weights import Absent, is_leaf
 from sparse24_jax.rules import map_by_path
 
-# In a dense phase nothing of a gradient is to be checked, and weights have another name.
-Kind = Literal['weights', 'dense weights', 'gradients', 'updates', 'states']
+Kind = Literal['weights', 'gradients', 'updates', 'states']
+
+# Of its counter: the update is of a dense phase, in which no weight has a name, as nothing of a gradient is checked.
+DENSE_UPDATE = 'sparse24 dense update'
 
 
 def name_of(kind: Kind, path: str) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
 from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
-from sparse24_jax.optim._named import named
+from sparse24_jax.optim._named import DENSE_UPDATE, named
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
 from sparse24_jax.optim._state import require_optimizer, states_of
 from sparse24_jax.optim._training_state import (
@@ -182,8 +183,10 @@ def sparse_training(
     sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
     require_same_weights(recipe, sparse, state)
     fits = require_same_recipe(recipe, state)
-    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
-    updates = named('gradients', projections, updates) if phase == 'sparse' else updates
+    if phase == 'sparse':
+      params, updates = named('weights', projections, params), named('gradients', projections, updates)
+    elif isinstance(state.count, jax.core.Tracer):
+      state = state._replace(count=checkpoint_name(state.count, DENSE_UPDATE))
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False

@@ -5,9 +5,11 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
 import re
 from typing import Any
 
+from pallas_kernels._dispatch import log_once
 from sparse24_jax.recipe import Recipe
 
 
@@ -49,14 +51,17 @@ def register[**P](
 ) -> Callable[[Callable[P, Recipe]], Callable[P, Recipe]]:
   """Makes a recipe known by the name of its function.
 
+  A recipe that comes again, by a reload or as a cell or script runs again, replaces what it was, with all its names. In
+  a cell or script a changed one, which may be another of that name, logs a warning.
+
   Args:
     needs: for each argument without a default, paths apart, a value with which command lines and tests make the recipe.
       Neither the weights that it takes nor the time of a step may depend on it.
     **variants: by further names, the arguments that make them.
 
   Raises:
-    ValueError: a name is another recipe's, an argument that stands by its place is no `str`, so no pattern of weights,
-      or the arguments are not those of the function.
+    ValueError: a name is that of another module's recipe or stands twice in a module, an argument that stands by its
+      place is no `str`, so no pattern of weights, or the arguments are not those of the function.
   """
 
   def decorate(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
@@ -68,6 +73,12 @@ def register[**P](
     }
     for name, of in known.items():
       _check(name, of)
+    for replaced in {KNOWN[name].make for name in known if name in KNOWN}:
+      if spec is None and inspect.unwrap(replaced).__code__ != inspect.unwrap(make).__code__:
+        message = f'recipe {make.__name__!r} replaces {_where(replaced)}: give one another name if both are meant'
+        log_once(message, 'sparse24_jax', logging.WARNING)
+      for name in [name for name, of in KNOWN.items() if of.make is replaced]:
+        del KNOWN[name]
     KNOWN.update(known)
     return named
 
@@ -84,9 +95,12 @@ def _check(name: str, known: Known) -> None:
     raise ValueError(f'recipe {name!r}: {error}; register(dict(...)) gives what it needs a value') from error
   taken = KNOWN.get(name)
   if taken is not None and _differ(taken, known):
-    make = inspect.unwrap(taken.make)
-    where = f'{make.__module__}.{make.__qualname__}, line {make.__code__.co_firstlineno}'
-    raise ValueError(f'recipe {name!r} is taken, by {where}: give this one another name')
+    raise ValueError(f'recipe {name!r} is taken, by {_where(taken.make)}: give this one another name')
+
+
+def _where(make: Callable[..., Recipe]) -> str:
+  make = inspect.unwrap(make)
+  return f'{make.__module__}.{make.__qualname__}, line {make.__code__.co_firstlineno}'
 
 
 def _differ(taken: Known, known: Known) -> bool:

@@ -10,6 +10,7 @@ compared in order, with the shapes of their results; of fusions and copies the n
 """
 
 import argparse
+from collections.abc import Mapping
 import json
 import pathlib
 import re
@@ -100,6 +101,15 @@ def fingerprint(hlo: str) -> dict[str, Any]:
   )
 
 
+def compared(before: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+  """A line a case, those that only one of the two has included."""
+  lines = []
+  for name, now in found.items():
+    said = 'as before' if now == before.get(name) else f'before {before.get(name, "not there")}, now {now}'
+    lines.append(f'{name}: {len(now["calls"])} custom calls, {now["fusions"]} fusions, {now["copies"]} copies; {said}')
+  return [*lines, *(f'{name}: before alone' for name in before if name not in found)]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--out', type=pathlib.Path, required=True)
@@ -108,9 +118,7 @@ def main() -> None:
   found = {name: fingerprint(optimised(*step)) for name, step in STEPS.items()}
   args.out.write_text(json.dumps(found, indent=0) + '\n')
   before = json.loads(args.compare.read_text()) if args.compare else found
-  for name, now in found.items():
-    said = 'as before' if now == before[name] else f'before {before[name]}, now {now}'
-    print(f'{name}: {len(now["calls"])} custom calls, {now["fusions"]} fusions, {now["copies"]} copies; {said}')
+  print('\n'.join(compared(before, found)))
   sys.exit(found != before)
 
 

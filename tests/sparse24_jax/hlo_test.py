@@ -3,9 +3,16 @@
 from absl.testing import absltest
 
 from tests.sparse24_jax.hlo import calls, computations, moves, reached
+from tests.sparse24_jax.hlo_fingerprint import compared
 
 
 class ReaderTest(absltest.TestCase):
+
+  def test_a_comparison_names_cases_of_one_side(self):
+    case = dict(calls=[], fusions=1, copies=0)
+    lines = compared({'a': case, 'b': case, 'gone': case}, {'a': case, 'b': case | dict(copies=1), 'new': case})
+    self.assertRegex('; '.join(lines), '^a: .* as before; b: .* before .*0}, now .*; new: .* before not there, now .*;'
+                     ' gone: before alone$')  # fmt: skip
 
   def test_finds_calls_and_moves(self):
     hlo = '''

@@ -118,6 +118,15 @@ class GridTest(absltest.TestCase):
     trained, _ = self.run_grid(results, data=FakeData(seq_len=16, batch_size=16, fingerprint='another'))
     self.assertLen(trained, 8)
 
+  def test_a_file_of_records_that_name_no_text_is_refused(self):
+    results = Path(temp_folder(self)) / 'records.jsonl'
+    self.run_grid(results)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    records[1].pop('text')
+    results.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    with self.assertRaisesRegex(ValueError, 'records.jsonl: 1 of 28 records lack text, .*: give another file'):
+      self.run_grid(results)
+
   def test_short_runs_are_records_of_their_own(self):
     results = Path(temp_folder(self)) / 'records.jsonl'
     self.run_grid(results, seeds=())

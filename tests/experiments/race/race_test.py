@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.bench import step_cases
 from experiments.data import packing
 from experiments.data.tokenizer import Bytes
 from experiments.race import __main__ as program
@@ -248,7 +249,10 @@ class ProgramsTest(absltest.TestCase):
         self.assertEqual((np.count_nonzero(up) / up.size, np.count_nonzero(attention)), (share, attention.size), name)
 
   def test_mst_has_the_schedules_of_a_run_of_any_length(self):
-    make = contenders.CONTENDERS['mst'].make
+    make = contenders.CONTENDERS['mst_half_dense'].make
+    self.assertEqual(make(0.0, np.int64(400)).phases, make(0.0, 400).phases)
+    with self.assertRaisesRegex(ValueError, 'is shorter than refresh_every=10'):
+      make(0.0, np.int64(300))
 
     @jax.jit
     def traced(steps, at):
@@ -264,7 +268,7 @@ class ProgramsTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_mst_is_dense_then_half_dense_then_dense_again(self):
-    made, text = self.made('mst')
+    made, text = self.made('mst_half_dense')
     made.init, steps, seen = jax.jit(made._init), {}, []
 
     def step(phase, at):
@@ -299,7 +303,7 @@ class ProgramsTest(absltest.TestCase):
     self.assertEqual({at % 10 for at in np.flatnonzero(moved)}, {8})  # in every tenth step
 
   def test_a_run_too_short_for_mst_is_refused(self):
-    made, _ = self.made('mst')
+    made, _ = self.made('mst_half_dense')
     with self.assertRaisesRegex(ValueError, 'a stage of 300 steps x 0.025 is shorter than refresh_every=10'):
       trials.run(made, None, 2, Trial(1e-3, 0.0), steps=300, step_ms=1.0, evaluations=1)
 
@@ -433,6 +437,23 @@ class ProgramTest(absltest.TestCase):
       race = program.Race(program.parser().parse_args([*argv, *options]))
       found = {name: race._next(name) for name in ('dense', 'fst')}
       self.assertEqual(found, {'dense': Trial(0.02, 0.0), 'fst': Trial(0.02, decay)})
+
+  def test_too_few_steps_are_refused_before_anything_compiles(self):
+    folder = _prepared(self)
+    argv = (
+      f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --tiny --batch 4 --steps 300 --eval-batches 1'
+      ' --minutes 0 --contenders mst_half_dense'
+    ).split()
+    race = program.Race(program.parser().parse_args(argv))
+    with mock.patch('builtins.print') as said:
+      self.assertEqual(race.run(), 1)
+    self.assertEmpty(race.to_trace)
+    self.assertRegex(said.call_args.args[0], 'mst_half_dense: failed: ValueError: .* shorter than refresh_every=10')
+
+  def test_no_contender_has_the_name_of_another_method_of_the_benchmarks(self):
+    for name in step_cases.METHODS.keys() & contenders.CONTENDERS.keys():
+      timed, raced = step_cases.METHODS[name], contenders.CONTENDERS[name]
+      self.assertEqual((timed.label, timed.recipe), (raced.label, raced.recipe))
 
   def test_the_vocabulary_is_that_of_the_tokenizer(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

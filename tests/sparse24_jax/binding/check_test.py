@@ -58,10 +58,9 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), r"\nWARNING  'outt' in the rule 'que\?ry\|outt' matches no .*did you mean 'out'\?")
     self.assertEqual(checked.dense, ('out',))
 
-  def test_sentences_have_the_width_of_the_terminal_and_tables_do_not(self):
+  def test_sentences_have_a_width_and_tables_do_not(self):
     checked = s24.Checked((s24.CheckedWeight('w', (8, 8), None, 'w: no word here is long ' * 4),), ('head',) * 20)
-    with mock.patch.dict('os.environ', COLUMNS='60'):
-      table, *lines = str(checked).splitlines()
+    table, *lines = checked.text(60).splitlines()
     self.assertGreater(len(table), 60)
     self.assertLessEqual(max(map(len, lines)), 60)
     self.assertEqual([line[:9].strip() for line in lines[:2]], ['PROBLEM', ''])
@@ -222,6 +221,15 @@ class CheckTest(parameterized.TestCase):
     self.assertIsNone(problems['out'])
     self.assertStartsWith(problems['query'], 'query: not trained by the optimizer, and pruned: leave it dense with')
     self.assertIn("recipe.with_dense('query')", problems['query'])
+
+  def test_the_command_breaks_sentences_in_a_terminal_alone(self):
+    for columns, in_a_terminal, longest in (('60', True, 60), ('60', False, None), ('9', True, 40)):
+      with mock.patch.dict('os.environ', COLUMNS=columns), contextlib.redirect_stdout(io.StringIO()) as out, \
+           mock.patch.object(out, 'isatty', return_value=in_a_terminal):  # fmt: skip
+        main(['check', f'{__name__}:unreadable'])
+        checked = s24.check(s24.recipes.transposable_srste('.*', masked_decay=0.0), *unreadable())
+        self.assertEqual(str(checked), checked.text())  # whatever the terminal
+      self.assertStartsWith(out.getvalue(), checked.text(longest))
 
   def test_command(self):
     out = io.StringIO()

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from pallas_kernels._dispatch import log_once
 import sparse24_jax as s24
 from tests.draws import parameters
 from tests.standard import project
@@ -46,12 +47,11 @@ def loss(params, x):
 def step_of(recipe, how, loss=loss, phase=None):
   """(step, optimizer) that applies the sparse loss, `project`, the plain one, or one that forgets a weight's mask."""
   tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe, phase=phase))
-  sparse = s24.sparsify(loss, recipe)
 
   def of(params, state, x):
     match how:
       case 'sparsify':
-        return sparse(params, s24.sparse_variables(params, state, recipe), jax.random.key(0), x)
+        return s24.sparsify(loss, recipe)(params, s24.sparse_variables(params, state, recipe), jax.random.key(0), x)
       case 'project':
         return loss(project(params, state, recipe), x)
       case 'plain':
@@ -167,9 +167,25 @@ class CheckStepTest(parameterized.TestCase):
     """So a loop may check the step of each phase, and that of its dense rival."""
     watching, alone = s24.recipes.dense('.*', watch=s24.magnitude()), s24.recipes.dense()
     for recipe, phase in ((RECIPES['fst'], 'dense'), (watching, 'dense'), (watching, None), (alone, None)):
-      found = checked(recipe, 'plain', phase=phase)
+      log_once.cache_clear()  # a process says it once
+      with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+        found = checked(recipe, 'plain', phase=phase)
       self.assertEqual(found, s24.CheckedStep({}, phase='dense'))
       self.assertStartsWith(str(found), "phase 'dense': the step trains every weight dense")
+      self.assertEqual(logs.records[-1].getMessage(), f'check_step: {found}')
+
+  def test_a_recipe_without_masks_shows_nothing(self):
+    """But in a dense phase; nor does the step of a dense recipe that makes no update."""
+    fp8 = s24.Recipe('own', (s24.Rule('.*', s24.DotPolicy(precision='fp8')),))
+    policy = s24.ActivationPolicy(s24.VNM(16, 8), s24.TwoOfFour(), dense_features=0.0, sparse_weights=False)
+    neurons = s24.recipes.neuron_level('up', 'down', policy=policy)
+    for recipe, phase in ((fp8, None), (neurons, 'sparse')):
+      for how in ('plain', 'sparsify') if recipe is fp8 else ('plain',):
+        with self.assertRaisesRegex(ValueError, 'this recipe keeps no masks, so that .* cannot see .* use check'):
+          checked(recipe, how, phase=phase)
+    self.assertEqual(checked(neurons, 'plain', phase='dense').phase, 'dense')
+    with self.assertRaisesRegex(ValueError, 'A step of a dense phase passes if it has its update'):
+      checked(s24.recipes.dense(), 'plain', wrap=lambda step: lambda params, state, x: (params, state))
 
   @parameterized.parameters(jax.jit, steps_in_a_scan)
   def test_what_the_loop_calls_is_looked_into(self, wrap):

@@ -12,6 +12,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
+from pallas_kernels._dispatch import log_once
 import sparse24_jax as s24
 from sparse24_jax.recipes._registry import register
 
@@ -154,8 +155,23 @@ class NewRecipeTest(absltest.TestCase):
         exec(compile(text, file, 'exec'), script)
         self.assertIs(s24.recipes.KNOWN['quarters'].make, script['quarters'])
       self.assertEqual(s24.recipes.KNOWN['quarters'].example('w').name, 'changed')
-    with self.assertRaisesRegex(ValueError, "'quarters' is taken, by __main__.quarters, line 9: give this one another"):
+    exec(compile(changed.replace(', quarters_refreshed=dict(share=0.25)', ''), '<cell>', 'exec'), script)
+    self.assertNotIn('quarters_refreshed', s24.recipes.KNOWN)
+    with self.assertRaisesRegex(ValueError, "'quarters' is taken, by __main__.quarters, line 8: give this one another"):
       exec(compile(FILE, '/another.py', 'exec'), {'__name__': 'another', '__spec__': None})
+
+
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_a_recipe_of_a_script_that_replaces_another_says_so(self):
+    script = {'__name__': '__main__', '__spec__': None}
+    log_once.cache_clear()
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      for _ in range(2):
+        exec(compile(FILE, '<cell>', 'exec'), script)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      exec(compile(f'# Below.\n{FILE}', '<cell>', 'exec'), script)
+    (said,) = logs.records
+    self.assertRegex(said.getMessage(), "^recipe 'quarters' replaces __main__.quarters, line 8: give one another name")
 
 
 if __name__ == '__main__':
