@@ -164,6 +164,7 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
+  'half_ffn_fst_fp8_all': of('fst_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all_unsampled': of(
     's_ste_fp8_all', 'exact weight gradients', 'FFN half as wide', kwargs=_EXACT, model=_HALF

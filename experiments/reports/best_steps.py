@@ -45,7 +45,8 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
   records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
   newest = {_method(record): record['commit'] for record in sorted(records, key=lambda record: record['when'])}
   for record in records:
-    layouts = found[record['device'], record['model']][record['recipe']]  # a method that was timed again keeps its place
+    # A method that was timed again keeps its place.
+    layouts = found[record['device'], record['model']][record['recipe']]
     if record['commit'] == newest[_method(record)]:
       layouts.setdefault(record['layout'], []).append(record)
   return {
