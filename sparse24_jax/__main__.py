@@ -27,6 +27,8 @@ from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
 
+_COLUMNS = 100
+
 
 def main(argv: list[str] | None = None) -> int:
   parser = Parser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
   measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
   if not measured and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
     run = 'python -m pallas_kernels tune sparse_matmul'
-    print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')
+    _say(f'nothing was measured on {device}; pass --device, one of {", ".join(known)}, or run: {run}')
     return 1
   sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
   if args.gated:
@@ -90,20 +92,28 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
   except ValueError as error:
     parser.error(str(error))
-  print(f'{verdict(block, exact.gain)}\n')
+  _say(verdict(block, exact.gain))
+  if block.gain is None and not any(part.by and part.ms is not None for part in (*block.chosen, *block.dense)):
+    return 0
+  print()
   share = sum(phase.fraction for phase in recipe.phases if phase.name == 'sparse')
   steps = f', in sparse steps ({share:.0%})' if any(phase.name == 'dense' for phase in recipe.phases) else ''
-  print(f'Recipe {args.recipe} on {device}, {args.tokens} tokens, forward and backward{steps}:')
+  _say(f'Recipe {args.recipe} on {device}, {args.tokens} tokens{steps}:')
   if measured and measured != [device]:
-    what = 'for sizes far from all that was measured on' if device in measured else 'nothing was measured on'
-    print(f'{what} {device!r}: times of {measured[-1]!r}, which has the same chip')
+    what = 'for sizes far from those measured on' if device in measured else 'nothing was measured on'
+    _say(f'{what} {device}: times of {measured[-1]}, the same chip')
   if found:
-    print(table([layer.stacked(args.layers) for layer in found], said=block.why_dense or block.simulated))
-  print(block_table(block))
+    _say(table([layer.stacked(args.layers) for layer in found], said=block.why_dense or block.simulated))
+  _say(block_table(block))
   if args.parts:
-    print(explain(block))
-  print(f'\n{textwrap.fill(f"{LEGEND} {BLOCK_LEGEND}" if found else BLOCK_LEGEND, 118)}')
+    _say(explain(block))
+  _say(f'\n{LEGEND} {BLOCK_LEGEND}' if found else f'\n{BLOCK_LEGEND}')
   return 0
+
+
+def _say(text: str) -> None:
+  for line in text.split('\n'):
+    print(textwrap.fill(line, _COLUMNS, break_long_words=False, break_on_hyphens=False))
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

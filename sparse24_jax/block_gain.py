@@ -102,9 +102,9 @@ def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) 
 
 
 BLOCK_LEGEND = (
-  'The block is its layers with what stands between them, which goes into the matmuls where they are fused. sparse: as'
-  ' the recipe runs it in its sparse steps, with all packing; dense: in bfloat16; dense FP8: with the rounding of all'
-  ' operands. Each matmul stands with its kernel: a sparse one, such as mosaic_gpu, or dense.'
+  'The block is its layers, forward and backward, with what stands between them, which goes into the matmuls where they'
+  ' are fused. sparse: as the recipe runs it in its sparse steps, with all packing; dense: in bfloat16; dense FP8: with'
+  ' the rounding of all operands. Each matmul stands with its kernel: a sparse one, such as mosaic_gpu, or dense.'
 )
 
 

@@ -63,14 +63,16 @@ def map_by_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[
 
 
 def listed(paths: Iterable[str]) -> str:
-  """Paths in a message, those that differ in numbers as one.
+  """Paths in a message, those that differ in numbers as one; what is in brackets behind a path must be the same.
 
   >>> listed(['h_0/up', 'h_1/up', 'head'])
   '2 of h_*/up, head'
+  >>> listed(['h_0/up (8, 4)', 'h_1/up (8, 4)', 'h_2/up (8, 2)'])
+  '2 of h_*/up (8, 4), h_2/up (8, 2)'
   """
   alike: dict[str, list[str]] = {}
   for path in paths:
-    alike.setdefault(re.sub(r'\d+', '*', path), []).append(path)
+    alike.setdefault(re.sub(r'\d+(?![^(]*\))', '*', path), []).append(path)
   return ', '.join(same[0] if len(same) == 1 else f'{len(same)} of {name}' for name, same in alike.items())
 
 
@@ -123,7 +125,7 @@ def require_arrays(params: Any, *, or_numbers: bool = False) -> None:
   ]  # fmt: skip
   if odd:
     raise ValueError(
-      f'parameters must be arrays or shapes with a dtype; found others at {", ".join(odd)}. {_EQUINOX}. For a function'
+      f'parameters must be arrays or shapes with a dtype; found others at {listed(odd)}. {_EQUINOX}. For a function'
       ' of them: params, static = eqx.partition(model, eqx.is_inexact_array), and in the function'
       ' eqx.combine(params, static)'
     )
@@ -159,8 +161,8 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
     if rule not in matched.values():
       alone = [path for path, _ in leaves] == ['']
       raise ValueError(
-        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
-        ' those whose whole path it matches and no earlier rule does'
+        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are'
+        f' {listed(weights) or weights}: a rule takes those whose whole path it matches and no earlier rule does'
         f'{_vectors(rule.path, leaves)}'
         f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'

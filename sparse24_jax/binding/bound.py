@@ -18,7 +18,7 @@ from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
 
 # A backward pass reads each weight transposed.
 _OWN_GRADIENT = '. If f contains its own gradient, as jax.value_and_grad(f) does, give the loss or the forward instead'
@@ -233,7 +233,7 @@ def require_axes(caller: str, params: Any, paths: Iterable[str], recipe: Recipe)
 
   if unknown := [f'{path} {shapes[path]}' for path in paths if not is_known(path)]:
     raise ValueError(
-      f'{", ".join(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
+      f'{listed(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
       f' it of kernels with two axes, which Flax layers store as [in, out]: give {caller} the recipe that'
       ' sparse24_jax.bind(recipe, f, params, *example) returns, where f may be a linen module and shapes are enough.'
       ' Make the optimizer state with that recipe, too: one that the recipe by itself made serves it only for weights'

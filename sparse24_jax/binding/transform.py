@@ -48,7 +48,7 @@ from sparse24_jax.mvue import sampled_for
 from sparse24_jax.packing import halves, PackedWeight
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import errors_name, leaves_by_path, match_rules
+from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
 
 
 def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) -> Callable[..., Any]:
@@ -126,13 +126,13 @@ def run_sparse(
   missing = [path for path, w in known.items() if w.rule.policy.projection is not None and path not in states]
   if missing:
     raise ValueError(
-      f'{", ".join(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
+      f'{listed(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
       " linen models as collection 'sparse24', and for a function of an nnx model make it with the recipe of bind"
     )
   deleted = [path for path in known if path in states and _is_deleted(states[path])]
   if deleted:
     raise ValueError(
-      f'{", ".join(deleted)}: its state was deleted: it shares arrays with an optimizer state that a step was given to'
+      f'{listed(deleted)}: its state was deleted: it shares arrays with an optimizer state that a step was given to'
       ' keep (donate_argnums). Call sparse_variables again, with what that step returned'
     )
   reader = _Sparse(known)
@@ -155,7 +155,7 @@ def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[i
     return functools.reduce(jnp.logical_or, flags) if flags else None
   if wrong := [path for path, other in found.items() if other.any()]:
     raise ValueError(
-      f'{", ".join(wrong)}: variables were made of other weights than params, those of a step before say. Masks belong'
+      f'{listed(wrong)}: variables were made of other weights than params, those of a step before say. Masks belong'
       ' to the weights of one step, and packed weights are read in place of params: call sparse_variables(params,'
       ' opt_state, recipe) in every step, of the parameters that the model is given. For weights that are perturbed or'
       ' averaged call it again, sparse_variables(perturbed, opt_state, recipe): the masks are those of opt_state'

@@ -16,7 +16,7 @@ from sparse24_jax.binding.origin import MADE_OF
 from sparse24_jax.binding.tracing import as_callable
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, matched_rules, nested, rule_for
+from sparse24_jax.rules import leaves_by_path, listed, matched_rules, nested, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
@@ -128,7 +128,7 @@ def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
     sparse = Recipe('sparse', rules)
     if given := [path for path, _ in found if not _of_fingerprint(path) and rule_for(path, sparse)]:
       raise ValueError(
-        f"{', '.join(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
+        f"{listed(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
         " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"
         " sparsify(model, recipe, phase='sparse')"
       )

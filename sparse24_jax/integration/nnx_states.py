@@ -141,8 +141,8 @@ class Sparse(nnx.Module):
     known = {path: origin.known_of(of) for path, of in self.read_fingerprints().items()}
     if foreign := [path for path in states if path not in weights]:
       raise ValueError(
-        f'{", ".join(foreign)}: nnx.update brought in states of weights that the model does not have; it has'
-        f' {", ".join(path for path in states if path in weights) or "none"} that are sparse. Give'
+        f'{listed(foreign)}: nnx.update brought in states of weights that the model does not have; it has'
+        f' {listed(path for path in states if path in weights) or "none"} that are sparse. Give'
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
     rules = match_rules(params, self.recipe)
@@ -178,7 +178,7 @@ class Sparse(nnx.Module):
       return states, functools.reduce(jnp.logical_and, flags) if flags else None
     if wrong:
       raise ValueError(
-        f'{", ".join(path for path, found in refused.items() if found)}: the states that nnx.update brought in are of'
+        f'{listed(path for path, found in refused.items() if found)}: the states that nnx.update brought in are of'
         f' other weights, those of a step before say, and only the optimizer knows the present ones: {_BRING_IN}'
       )
     if not stale:

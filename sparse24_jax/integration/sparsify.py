@@ -16,7 +16,7 @@ from sparse24_jax.integration.nnx_states import dense_state, fingerprints, spars
 from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import note_read, warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import is_weight, leaves_by_path, nested, rule_for
+from sparse24_jax.rules import is_weight, leaves_by_path, listed, nested, rule_for
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify', 'states_of']
 
@@ -103,9 +103,9 @@ def _refuse_a_module(f: Any, recipe: Recipe) -> None:
   held = [] if hasattr(f, 'keywords') else leaves_by_path(f)
   if weights := [path for path, leaf in held if is_weight(path, leaf) and rule_for(path, recipe)]:
     raise ValueError(
-      f'model is a {type(f).__name__} that holds the weights {weights} itself: make a function of its parameters.'
-      ' Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and sparsify a function of params that'
-      ' calls eqx.combine(params, static)'
+      f'model is a {type(f).__name__} that holds the weights {listed(weights)} itself: make a function of its'
+      ' parameters. Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and sparsify a function of'
+      ' params that calls eqx.combine(params, static)'
     )
 
 

@@ -167,9 +167,9 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) ->
     masks = any(jnp.issubdtype(states[path].dtype, jnp.bool_) for path in found)
     what, without = ('masks', ', or give opt_state=None, which chooses masks from them') if masks else ('scales', '')
     _dispatch.log_once(
-      f'{listed(found)}: the {what} of opt_state are those of other weights than params. Give both'
-      f' of the same step; for weights that were loaded or set, make the state of them, tx.init(params){without}.'
-      f' An average of weights may have the {what} of the last step',
+      f'{listed(found)}: params are not the weights of the last step of opt_state. That is right for an average of'
+      f' weights (EMA), which may have the {what} of that step. Otherwise give both of the same step; for weights that'
+      f' were loaded or set, make the state of them, tx.init(params){without}',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
 
@@ -222,7 +222,8 @@ def require_same_weights(recipe: Recipe, wanted: Collection[str], opt_state: Any
       f' on, make {NEW_STATE}'
     )
   raise ValueError(
-    f'recipe {recipe.name!r} makes {sorted(wanted)} sparse, the optimizer state holds states for {sorted(held)}: {hint}'
+    f'recipe {recipe.name!r} makes {listed(sorted(wanted)) or "nothing"} sparse, the optimizer state holds states for'
+    f' {listed(sorted(held)) or "nothing"}: {hint}'
   )
 
 

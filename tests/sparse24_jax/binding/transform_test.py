@@ -248,7 +248,7 @@ class TransformTest(parameterized.TestCase):
       def __call__(self, x):
         return x @ self.w
 
-    with self.assertRaisesRegex(ValueError, r"Module that holds the weights \['w'\] itself: make a .*partition"):
+    with self.assertRaisesRegex(ValueError, r"Module that holds the weights w itself: make a .*partition"):
       s24.sparsify(Module(params['w']), RECIPES['ste'])
 
   def test_sparse_states_in_a_dense_phase(self):

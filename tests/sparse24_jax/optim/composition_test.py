@@ -104,9 +104,11 @@ class CompositionTest(parameterized.TestCase):
      'decides for no weight; .* 2 of the 3'),
     ('two_states', lambda: optax.partition({'a': adam(), 'b': adam(s24.recipes.ste('head/.*'))},
                                            {'mlp': 'a', 'head': 'b'}),
-     'holds 2 states of sparse_training, expected one: sparse_training goes around'),
+     'holds 2 states of sparse_training, expected one: .* partition or masked, which go inside'),
+    ('twice_in_a_chain', lambda: optax.chain(adam(), adam()),
+     'holds 2 states of sparse_training, expected one: sparse_training stands in the chain more than once'),
     ('masked', lambda: optax.masked(adam(s24.recipes.ste('.*')), {'mlp': True, 'head': False}),
-     r"makes \['head/kernel', 'mlp/kernel'\] sparse, .* which go inside"),
+     r"makes head/kernel, mlp/kernel sparse, .* which go inside"),
     ('micro_batches', lambda: s24.sparse_training(optax.MultiSteps(optax.adam(RATE), 2), FST),
      r'inner holds optax.MultiSteps, .*: put it outside, optax.MultiSteps\(sparse_training'),
   )  # fmt: skip
