@@ -137,7 +137,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
   if not folders:
     raise ValueError(
-      f'the arguments hold a state of sparse_training for {", ".join(masks)}, and no parameters with these paths: give'
+      f'the arguments hold a state of sparse_training for {listed(masks)}, and no parameters with these paths: give'
       ' check_step what the loop gives the step'
     )
   updates = follow_updates(traced.jaxpr, given, folders)
@@ -154,9 +154,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       problems.setdefault(problem, []).append(path)
   if problems:
     advice = [_ADVICE] if any(u[path].trained for u in updates for paths in problems.values() for path in paths) else []
-    raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
+    raise ValueError('\n'.join([*(f'{listed(paths)}: {text}' for text, paths in problems.items()), *advice]))
   if altered := [path for path in masks if any(update[path].altered for update in updates)]:
-    raise ValueError(f'{", ".join(altered)}: {_ALTERED}')
+    raise ValueError(f'{listed(altered)}: {_ALTERED}')
   brought = {path: _named(step, name) for path, name in _brought(traced.jaxpr, given, folders).items()}
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
