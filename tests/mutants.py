@@ -277,6 +277,8 @@ MUTANTS = _of(
    'binding/stacks_test.py', 'each_way'),
   ('a scan hands weights back as they came', 'binding/calls.py', 'if v.mark and v.array is s.array', 'if False',
    'integration/nnx_functions_test.py', 'projected_weights'),
+  ('an op is traced on the mesh of its arguments', 'dot.py', 'with _partitioning.mesh_of(x, w):',
+   'with _partitioning.mesh_of():', 'binding/on_a_mesh_test.py', 'say_how'),
   ('a shard cuts no group', 'binding/shards.py', '    if size % divisor:', '    if False:',
    'binding/shard_map_test.py', 'cuts_groups'),
   ('shards draw samples of their own', 'binding/transform.py', '      key = jax.random.fold_in(key, index)',
