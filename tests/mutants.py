@@ -279,6 +279,8 @@ MUTANTS = _of(
    'integration/nnx_functions_test.py', 'projected_weights'),
   ('an op is traced on the mesh of its arguments', 'dot.py', 'with _partitioning.mesh_of(x, w):',
    'with _partitioning.mesh_of():', 'binding/on_a_mesh_test.py', 'say_how'),
+  ('a variable with two names is one in check_step', 'integration/nnx_functions.py',
+   'one.setdefault(id(original), nodes[i])', 'one.setdefault(i, nodes[i])', 'integration/check_step_test.py', 'twice'),
   ('a shard cuts no group', 'binding/shards.py', '    if size % divisor:', '    if False:',
    'binding/shard_map_test.py', 'cuts_groups'),
   ('shards draw samples of their own', 'binding/transform.py', '      key = jax.random.fold_in(key, index)',
