@@ -14,6 +14,7 @@ of each device and what is summed:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import math
@@ -77,10 +78,34 @@ def whole(x: Array, first: int = 0) -> Array:
   return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def whole_groups(x: Array, axis: int, size: int = 4) -> Array:
+  """`x` with `axis` whole where types say that devices have parts of its groups of `size`; else as it is."""
+  mesh = _explicit_mesh([x])
+  if mesh is None:
+    return x
+  sharding, axis = jax.typeof(x).sharding, axis % x.ndim
+  if not sharding.shard_shape(x.shape)[axis] % size:
+    return x
+  log_once(f'shape {x.shape} is divided as {sharding.spec}, in parts of groups of {size}: axis {axis} is gathered')
+  spec = _full(sharding.spec, x.ndim)
+  return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])))
+
+
 def like(x: Array, other: Array | Division) -> Array:
   """`x` divided as `other` is, where types say how."""
   sharding = (other if isinstance(other, Division) else division(other)).sharding
   return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
+def mesh_of(*arrays: Any) -> contextlib.AbstractContextManager[Any]:
+  """Operations are traced on the mesh that the types of `arrays` name, whichever is set.
+
+  JAX traces the function of a `custom_vjp` with `optimize_remat` once more when the program around it is lowered, and
+  sets the mesh of that program, not the one of the call: inside `jax.sharding.auto_axes` that is another.
+  """
+  meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+  there, set_ = next(filter(lambda mesh: mesh.shape, meshes), None), jax.sharding.get_abstract_mesh()
+  return contextlib.nullcontext() if there is None or not set_.shape else jax.sharding.use_abstract_mesh(there)
 
 
 def undivided(x: Any) -> str:
@@ -315,7 +340,12 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
     return mesh, flat(_shard(divided, units, sizes)), made, taken
 
   def flat(shard: Shard) -> Callable[..., tuple[Array, ...]]:
-    return lambda *leaves: tuple(jax.tree.leaves(call(shard, *leaves)))
+    def one(*leaves: Array) -> tuple[Array, ...]:
+      # JAX traces this on the mesh that is set, and where its axes are explicit asks for shardings of a device's part.
+      with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return tuple(jax.tree.leaves(call(shard, *leaves)))
+
+    return one
 
   program = custom_partitioning(flat(WHOLE))
   program.def_partition(partition, sharding_rule=_shardy(call.rule, units), decode_shardings=False)

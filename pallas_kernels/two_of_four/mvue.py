@@ -5,6 +5,7 @@ import math
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import _partitioning
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 from pallas_kernels.two_of_four.philox import check_origin, group_uniforms, seed_words
@@ -24,7 +25,9 @@ def mvue24(
   axis = check_groups(x, axis, name='x')
   check_floating(x, 'x')
   check_origin(origin)
-  return _mvue24(x, key, axis, tuple(origin))
+  whole = _partitioning.whole_groups(x, axis)
+  sample = _mvue24(whole, key, axis, tuple(origin))
+  return sample if whole is x else _partitioning.like(sample, x)
 
 
 @one_program('axis')

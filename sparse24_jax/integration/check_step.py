@@ -12,6 +12,7 @@ from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.flow import Read, UNSURE, Weight
 from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import trace
+from sparse24_jax.integration.nnx_functions import sharing_as
 from sparse24_jax.integration.step_weights import (
   Argument,
   arguments_of,
@@ -121,8 +122,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     )
   masks = sparse_states((args, kwargs))
 
-  def arrays_of(_: Any, args: Any, kwargs: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(step(*args, **kwargs)) if is_array(leaf)]
+  def arrays_of(_: Any, *given: Any) -> list[Any]:
+    traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
+    return [leaf for leaf in jax.tree.leaves(step(*traced_args, **traced_kwargs)) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
   if not masks:

@@ -99,7 +99,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 
   Raises:
     ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection
-      along both), with the group that is not; or weights whose axes nothing tells.
+      along both), with the group that is not, or that holds NaN; or weights whose axes nothing tells.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -121,6 +121,11 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
     form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
     axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
     with errors_name(path):
+      if jnp.isnan(w).any():
+        raise ValueError(
+          'it holds NaN, and nothing tells what its zeros are: the run diverged, or under jit project was given a state'
+          ' of other weights or of another recipe'
+        )
       for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
         try:
           verify24(w, axis=axis)

@@ -49,6 +49,20 @@ def as_function(
   return Functional(function, params, (rest,), finish)
 
 
+def sharing_as(tree: Any, like: Any) -> Any:
+  """A tree whose variables are one where those of `like` are: a tree that is taken apart and put together has two."""
+
+  def is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+  nodes, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+  one: dict[int, nnx.Variable] = {}
+  for i, original in enumerate(jax.tree.leaves(like, is_leaf=is_variable)):
+    if is_variable(original):
+      nodes[i] = one.setdefault(id(original), nodes[i])
+  return structure.unflatten(nodes)
+
+
 @as_callable.register(nnx.Module)
 def _no_function(model: nnx.Module) -> Callable[..., Any]:
   raise ValueError(

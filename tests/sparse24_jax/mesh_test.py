@@ -132,6 +132,19 @@ class SampleTest(parameterized.TestCase):
     self.assertRegex(logs.output[0], r"kernel_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(f(dz, x)))
 
+  def test_groups_that_types_cut_are_gathered_and_said(self):
+    """The same without a kernel, on a mesh of explicit axes."""
+    dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh('Explicit')
+    policy, w = s24.DotPolicy(weight_grad='mvue'), jnp.zeros((24, D), BF16)
+    f = jit(lambda w, x, dz: jax.vjp(lambda w: s24.dot(x, w, policy=policy, key=KEY), w)[1](dz)[0])
+    expected = f(w, x, dz)
+    s24.verify24(expected)
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('pallas_kernels', logging.INFO) as logs:
+      found = f(put(w, on), put(x, on, 'd'), put(dz, on, 'd'))
+    self.assertRegex(logs.output[0], r'shape \(24, 64\) is divided .*parts of groups of 4: axis 0 is gathered')
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
 
 class EntriesTest(parameterized.TestCase):
 
@@ -340,6 +353,31 @@ class TypesTest(parameterized.TestCase):
 
     x = put(normal(0, TOKENS, D), on, 'd', 't')
     self.assertEqual(jax.eval_shape(jax.grad(loss), x).sharding, jax.typeof(x).sharding)
+
+  @parameterized.parameters('dot', 'ffn')
+  @pytest.mark.few
+  def test_axes_that_are_automatic_in_a_part_of_a_program(self, layer):
+    """A remat throws residuals away: JAX then traces the op once more, where the axes are explicit again."""
+    weights, x = {'up': normal(1, D, HIDDEN)}, normal(0, TOKENS, D)
+    if layer == 'ffn':
+      weights['down'] = normal(2, HIDDEN, D)
+    states = states_of(FST, weights)
+
+    def run(x, weights, states):
+      if layer == 'dot':
+        return s24.dot(x, weights['up'], states['up'], policy=FST, key=KEY)
+      return s24.ffn(x, weights['up'], weights['down'], states, policy=FST, key=KEY)
+
+    def grad(run):
+      run = jax.checkpoint(run)
+      return jit(jax.grad(lambda weights, x, states: jnp.sum(jnp.sin(run(x, weights, states).astype(jnp.float32)))))
+
+    on = mesh('Explicit', (4, 1))
+    with jax.set_mesh(on):
+      automatic = jax.sharding.auto_axes(run, out_sharding=PartitionSpec('d'))
+      found = grad(automatic)(put(weights, on), put(x, on, 'd'), put(states, on))
+    for role, expected in grad(run)(weights, x, states).items():
+      self.assertLess(error(found[role], expected), 5e-3, role)
 
   @parameterized.parameters((('Explicit', 'Auto'),), (('Auto', 'Explicit'),))
   def test_meshes_with_axes_of_both_kinds_take_plain_matmuls(self, kinds):

@@ -321,6 +321,36 @@ class CheckStepTest(parameterized.TestCase):
       else:
         self.assertEmpty(s24.check_step(step, model, optimizer, X).brought)
 
+  @parameterized.parameters(('head/kernel', [1]), ('.*/kernel', [2, 1]))
+  @pytest.mark.few
+  def test_an_nnx_model_that_has_a_variable_twice(self, pattern, lines):
+    """Its state and that of its optimizer have one name for the two."""
+
+    class Tied(nnx.Module):
+      def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.second, self.head = self.first, nnx.Linear(8, 4, rngs=rngs)
+
+      def __call__(self, x):
+        return self.head(jnp.sin(self.second(jnp.sin(self.first(x)))))
+
+    def dense(model, x):
+      return jnp.mean(model(x) ** 2)
+
+    model, x = Tied(nnx.Rngs(0)), jnp.ones((4, 8))
+    recipe = s24.bind(s24.recipes.ste(pattern), dense, model, x)
+    optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(0.1), recipe), wrt=nnx.Param)
+    sparse = s24.sparsify(dense, recipe)
+
+    def step(model, optimizer, loss=sparse):
+      variables = s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, recipe)
+      optimizer.update(model, nnx.grad(loss)(model, variables, None, x))
+
+    found = s24.check_step(nnx.jit(step), model, optimizer)
+    self.assertEqual([len(each) for each in found.weights.values()], lines)
+    with self.assertRaisesRegex(ValueError, 'head/kernel: the step reads it dense at'):
+      s24.check_step(functools.partial(step, loss=lambda model, *rest: dense(model, rest[-1])), model, optimizer)
+
   def test_an_nnx_step_that_brings_no_states_in(self):
     recipe = s24.recipes.ste('kernel')
     model = s24.sparsify(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), recipe)

@@ -66,6 +66,9 @@ class ProjectTest(parameterized.TestCase):
     found = s24.project(TREE, opt_state(recipe), recipe)
     shares = {'blocks/0/kernel': 0.5, 'blocks/1/kernel': 0.5, 'stack/0/kernel': 0.5}
     self.assertEqual(s24.verify_weights(found, recipe), shares)
+    dead = s24.project(jax.tree.map(lambda w: w * jnp.nan, TREE), opt_state(recipe), recipe)
+    with self.assertRaisesRegex(ValueError, 'blocks/0/kernel: it holds NaN'):
+      s24.verify_weights(dead, recipe)
     found['blocks'][1] = TREE['blocks'][1]
     with self.assertRaisesRegex(ValueError, 'blocks/1/kernel: not 2:4 along axis -2: group'):
       s24.verify_weights(found, recipe)
