@@ -32,10 +32,10 @@ from experiments.models import gpt2
 from experiments.models.layers import param_count
 from experiments.race import trials
 from experiments.race.contenders import (
-  contender,
   CONTENDERS,
   DECAY,
   length_of,
+  make_contender,
   make_model,
   SEARCH_EVERY,
   SIZES,
@@ -120,15 +120,15 @@ class Race:
     return len(self.failed)
 
   def _next(self, name: str) -> Trial | None:
-    fields, options = CONTENDERS[name], self.options
+    contender, options = CONTENDERS[name], self.options
     if name not in options.contenders:
       return None
-    if fields.rate:
-      return next_trial(self.done[name], Trial(fields.rate, 0.0), Budget(trials=1))
+    if contender.rate:
+      return next_trial(self.done[name], Trial(contender.rate, 0.0), Budget(trials=1))
     repeats = tuple((seed, 1.0) for seed in options.seeds)
     if not options.steps:
       repeats += ((0, 0.7),)
-    decay = options.decay if fields.decays else 0.0
+    decay = options.decay if contender.decays else 0.0
     return next_trial(self.done[name], Trial(options.rate, decay), Budget(options.trials, repeats))
 
   def _steps(self, name: str, trial: Trial) -> int:
@@ -177,14 +177,14 @@ class Race:
       self.made.put((name, programs, seconds + time.perf_counter() - start))
 
   def _prepare(self, name: str) -> None:
-    fields = contender(name, tiny=self.options.tiny)
+    contender = make_contender(name, tiny=self.options.tiny)
     if self.options.steps and name in self.options.contenders:
-      fields.make(self.options.decay, self.options.steps)  # refuses too few
+      contender.make(self.options.decay, self.options.steps)  # refuses too few
     model = make_model(
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    made = Programs(model, fields, self.options.batch, shape, self.held_out)
+    made = Programs(model, contender, self.options.batch, shape, self.held_out)
     self.to_trace.append((name, made))
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
@@ -275,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
-  blocks = [name for name, fields in CONTENDERS.items() if fields.model.get('ffn_order') == 'position']
+  blocks = [name for name, contender in CONTENDERS.items() if contender.model.get('ffn_order') == 'position']
   parser.add_argument('--contenders', nargs='+', default=[name for name in CONTENDERS if name not in blocks],
                       choices=list(CONTENDERS), metavar='NAME',
                       help=f'in the order in which they are compiled: {", ".join(CONTENDERS)} (default: all but'

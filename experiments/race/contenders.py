@@ -231,6 +231,6 @@ def make_model(
   return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))
 
 
-def contender(name: str, *, tiny: bool = False) -> Contender:
+def make_contender(name: str, *, tiny: bool = False) -> Contender:
   """A contender; without kernels for tiny models, whose float32 not all of them take."""
   return dataclasses.replace(CONTENDERS[name], plain=True) if tiny else CONTENDERS[name]

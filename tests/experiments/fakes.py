@@ -13,6 +13,9 @@ from experiments.tasks import language, translation
 
 VOCAB = 32
 
+# As much as a race with tiny models reads.
+TEXT = 'sparse weights, dense gradients; ' * 60
+
 
 def parameters(model, tokens):
   """Parameters of the size of the first ones, drawn by NumPy: the model's own take a second or two to compile."""
