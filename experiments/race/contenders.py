@@ -159,6 +159,8 @@ CONTENDERS: Mapping[str, Contender] = {
   # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
   'fst_from_pruned': of('fst_from_pruned'),
   'fst_to_the_end': of('fst_to_the_end'),
+  # What it is worth to choose the masks four times as often, in runs of 1,600 steps.
+  'fst_refresh_10': of('fst', 'masks every 10 steps', kwargs={'refresh_every': 10}),
   # What sampling the weight gradients costs.
   'fst_unsampled': of('fst_unsampled'),
   'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
