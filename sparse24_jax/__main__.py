@@ -28,6 +28,7 @@ from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
 
 _COLUMNS = 100
+_ONE_OF = 'one of %(choices)s (default: %(default)s)'
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
   pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
-  pays.add_argument('--recipe', choices=sorted(name for name, known in recipes.KNOWN.items() if known.is_sparse),
-                    default='transposable_srste', help='(default: %(default)s)')  # fmt: skip
+  pays.add_argument('--recipe', metavar='RECIPE', default='transposable_srste', help=_ONE_OF,
+                    choices=sorted(name for name, known in recipes.KNOWN.items() if known.is_sparse))  # fmt: skip
   pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
@@ -54,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
   )
   checks.add_argument('example', metavar='MODULE:FUNCTION',
                       help='returns (f, params, *args): a function of parameters, and arrays or shapes')  # fmt: skip
-  checks.add_argument('--recipe', choices=sorted(recipes.KNOWN), default='transposable_srste',
-                      help='(default: %(default)s)')  # fmt: skip
+  checks.add_argument('--recipe', metavar='RECIPE', default='transposable_srste', help=_ONE_OF,
+                      choices=sorted(recipes.KNOWN))  # fmt: skip
   checks.add_argument('--path', default='.*', help='pattern of the weights, of neuron_level the up-projections'
                       ' (default: %(default)s)')  # fmt: skip
   checks.add_argument('--down', help='of neuron_level, pattern of the down-projections')
