@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from sparse24_jax.availability import priced_on
-from sparse24_jax.block_plan import plan_block
+from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.neuron_plan import plan_neurons, priced_neurons
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.priced import BlockGain, Part, priced
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import match_rules
+from sparse24_jax.rules import errors_name, match_rules
 from sparse24_jax.steps import total
-from sparse24_jax.where_it_pays import require_positive, where_it_pays
+from sparse24_jax.where_it_pays import require_positive, require_timed
 
 
 def block_gain(
@@ -68,9 +68,8 @@ def block_gain(
     require_positive(tokens=tokens, micro_batches=micro_batches)
     # What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch.
     return priced_neurons(plan_neurons(_shared(activations, recipe), tokens, d, hidden, dtype, on=on), on.device.slug)
-  found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
-  layers = {layer.path for layer in found}
-  policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
+  require_positive(tokens=tokens, micro_batches=micro_batches)
+  policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if rule.policy.projection is not None}
   if missing := sorted(sides.keys() - policies.keys()):
     raise ValueError(
       f'{recipe.name} makes no sparse weight of {", ".join(f"{name}/kernel" for name in missing)}; block_gain takes a'
@@ -82,11 +81,20 @@ def block_gain(
       f'{recipe.name} has another policy for up/kernel than for {", ".join(f"{name}/kernel" for name in others)}; a'
       ' block runs by one, so price its layers by where_it_pays'
     )
-  block = plan_block(policy, tokens, sides, dtype, on=on)
-  rival_steps = block.rival_steps(jnp.dtype(weight_dtype).itemsize)
-  chosen, dense, dense_fp8 = (priced(of, on.device.slug) for of in (block.steps, block.dense_steps, rival_steps))
-  chosen = (Part('packed weights', total(layer.packing_ms for layer in found)), *chosen)
-  return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain, block.simulated)
+  require_timed('up/kernel', policy)
+  with errors_name('up/kernel, down/kernel'):
+    plan = plan_block(policy.of_matrix, tokens, sides, dtype, on=on)
+  return price_block(plan, jnp.dtype(weight_dtype).itemsize, micro_batches, on.device.slug)
+
+
+def price_block(plan: BlockPlan, stored: int, micro_batches: int, device: str) -> BlockGain:
+  """The times of a block by the records of a GPU; its weights, of `stored` bytes an entry, are packed once a step."""
+  packed = [layer.packing(stored).expected_ms(device) for layer in plan.layers.values()]
+  packing = Part('packed weights', total(None if ms is None else ms / micro_batches for ms in packed))
+  chosen, dense, dense_fp8 = (priced(of, device) for of in (plan.steps, plan.dense_steps, plan.rival_steps(stored)))
+  return BlockGain(
+    (packing, *chosen), dense, dense_fp8, plan.packed_bytes, plan.saved_bytes, plan.plain, plan.simulated
+  )
 
 
 def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) -> ActivationPolicy:
@@ -151,20 +159,22 @@ def _compared(gain: float, rival: str) -> str:
 
 
 def explain(block: BlockGain) -> str:
-  """What runs for a block, in order, and the milliseconds that are expected of it; then the same of its dense twins.
+  """What runs for a block, in order, its expected milliseconds, what it keeps; then the same of its dense twins.
 
-  >>> print(explain(BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5, 'mosaic_gpu')), (), (), 0, 0)))
+  >>> parts = Part('packed weights', 0.5), Part('y of up', 1.5, 'mosaic_gpu', kept=2**29)
+  >>> print(explain(BlockGain(parts, (), (), 0, 0)))
    sparse, ms:
     packed weights                               0.500
-    y of up                      mosaic_gpu      1.500
+    y of up                      mosaic_gpu      1.500  keeps 512 MB for the backward
   """
   chains = {'sparse': block.chosen, 'dense': block.dense, 'dense in FP8': block.dense_fp8}
   lines = []
   for title, parts in chains.items():
     lines += [f' {title}, ms:'] if parts else []
-    lines += [f'  {p.name:28} {p.by:12} {"-" if p.ms is None else f"{p.ms:.3f}":>8}{_source(p)}' for p in parts]
+    lines += [f'  {p.name:28} {p.by:12} {"-" if p.ms is None else f"{p.ms:.3f}":>8}{_notes(p)}' for p in parts]
   return '\n'.join(lines)
 
 
-def _source(part: Part) -> str:
-  return '' if part.checked is None else f'  checked here: {part.checked:.2f} times dense'
+def _notes(part: Part) -> str:
+  kept = f'  keeps {part.kept / 2**20:.0f} MB for the backward' if part.kept else ''
+  return kept if part.checked is None else f'{kept}  checked here: {part.checked:.2f} times dense'

@@ -76,22 +76,30 @@ class BlockPlan:
 
   @property
   def steps(self) -> tuple[Step, ...]:
-    """Everything that runs, in order, but for the packing of weights."""
+    """Everything that runs, in order, but for the packing of weights.
+
+    Where it is not fused, XLA chooses what it keeps between the layers; that is not counted.
+    """
     if not self.fused:
+      hidden = [(layer, f' of {name}') for name in ('gate', 'up') if (layer := self.layers.get(name))]
       # XLA makes h inside a dense matmul of 16 bits.
-      in_matmul = not (self.up.served('forward') or self.up.simulated)
-      parts = (
-        step for name, layer in self.layers.items() for role in ROLES
-        for step in (*layer.prepared(role), layer.matmul(role, f'{role} of {name}'))
+      h, dz = self._activation_by_xla(not (self.up.served('forward') or self.up.simulated))
+      return (
+        *(step for layer, of in hidden for step in layer.forward_steps(of)), *h,
+        *self.down.forward_steps(' of down'), *self.down.backward_steps(' of down'), *dz,
+        *(step for layer, of in reversed(hidden) for step in layer.backward_steps(of)),
       )  # fmt: skip
-      return (*parts, self._activation_by_xla(in_matmul))
-    x, h, _, wide = self._entries
+    x, h, z, wide = self._entries
     precision, gated = self.precision, self.gate is not None
+    width = precision.width(wide)
+    # What is rounded is kept so; what is not, as the step makes it that writes it.
+    kept_h = 0 if precision.scales else h * wide
     return (
-      *passes('x rounded', precision.rounding(x, wide)), *self._joins(), self._up('forward'),
+      *passes('x rounded', precision.rounding(x, wide), x * width), *self._joins(),
+      dataclasses.replace(self._up('forward'), kept=z * wide + (0 if gated else kept_h)),
       # With a gate the activation is a pass of its own.
-      *passes('h', (activation_costs.gated_activation(h, wide),) if gated else ()),
-      *passes('h rounded', precision.rounding(h, wide)), self._down('forward'),
+      *passes('h', (activation_costs.gated_activation(h, wide),) if gated else (), kept_h),
+      *passes('h rounded', precision.rounding(h, wide), h * width), self._down('forward'),
       precision.sampling('dy', x, wide), self._down('weight_grad'), self._down('input_grad'),
       *precision.activation_and_sampling(h, wide, gated=gated),
       self._up('weight_grad'), self._up('input_grad'),
@@ -101,7 +109,7 @@ class BlockPlan:
   def dense_steps(self) -> tuple[Step, ...]:
     """The steps of a dense block in 16 bits."""
     parts = (layer.dense(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES)
-    return (*parts, self._activation_by_xla(True))
+    return (*parts, *sum(self._activation_by_xla(True), ()))
 
   def rival_steps(self, stored: int) -> tuple[Step, ...]:
     """The steps of a dense block in this precision, weights of `stored` bytes an entry; none if that is 16 bits.
@@ -116,8 +124,13 @@ class BlockPlan:
       Pass('rounded weights', rounding(self.up.d_in * self.up.d_out, stored) * len(self.layers)),
       Pass('x and dy rounded', rounding(x, wide) * 2),
       Pass('h and dz rounded', rounding(h, wide, scaled=True) + rounding(z, wide, scaled=True)),
-      self._activation_by_xla(False),
+      *sum(self._activation_by_xla(False), ()),
     )
+
+  @property
+  def kept_bytes(self) -> int:
+    """Bytes that its steps keep for the backward."""
+    return sum(step.kept for step in self.steps)
 
   @property
   def _entries(self) -> tuple[int, int, int, int]:
@@ -138,15 +151,16 @@ class BlockPlan:
     size = 2 * 2 * self.up.d_in * self.up.d_out * (self.up.packed_entry + self.up.wide)
     return passes('joined operands, split dW', (Move(COPY, size),) if self.gate else ())
 
-  def _activation_by_xla(self, in_matmul: bool) -> Pass:
-    """The activation forward and backward, and with a gate the sum of two gradients of x.
+  def _activation_by_xla(self, in_matmul: bool) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """The activation, forward and backward, there with a gate the sum of two gradients of x.
 
     Without a gate XLA makes h `in_matmul`, a dense one of 16 bits, and once more beside dz.
     """
     x, h, z, wide = self._entries
-    apart = (z + h) + (h + 2 * z) + (3 * x if self.gate else 0)
-    size = 4 * h if in_matmul and self.gate is None else apart
-    return Pass('h and dz', (Move(COPY, size * wide),))
+    if in_matmul and self.gate is None:
+      return (), (Pass('dz, and h again', (Move(COPY, 4 * h * wide),)),)
+    backward = h + 2 * z + (3 * x if self.gate else 0)
+    return (Pass('h', (Move(COPY, (z + h) * wide),)),), (Pass('dz', (Move(COPY, backward * wide),)),)
 
 
 def plan_block(

@@ -119,17 +119,34 @@ class LayerPlan:
     items = tuple(precision.key(role, self.tokens, self.d_in, self.d_out, self.dtype).items())
     return Timing(api.OP, items, row, check=self.checks.get(items))
 
-  def prepared(self, role: Role) -> tuple[Pass, ...]:
+  @property
+  def steps(self) -> tuple[Step, ...]:
+    """Everything that runs, in order, but for the packing of the weight."""
+    return (*self.forward_steps(), *self.backward_steps())
+
+  def forward_steps(self, of: str = '') -> tuple[Step, ...]:
+    """Those of the forward; names end with whose they are, such as ' of up'."""
+    return (*self.prepared('forward', of), self.matmul('forward', f'forward{of}'))
+
+  def backward_steps(self, of: str = '') -> tuple[Step, ...]:
+    """Likewise of the backward: the input gradient reads what the sample of the weight gradient left."""
+    return (
+      *self.prepared('weight_grad', of), self.matmul('weight_grad', f'weight_grad{of}'),
+      self.matmul('input_grad', f'input_grad{of}'),
+    )  # fmt: skip
+
+  def prepared(self, role: Role, of: str = '') -> tuple[Pass, ...]:
     """The passes that one of the three waits for, in a layer by itself."""
+    x, dz = self.tokens * self.d_in, self.tokens * self.d_out
     if role == 'forward':
-      return passes('x rounded', self.precision.rounding(self.tokens * self.d_in, self.wide))
+      return passes(f'x{of} rounded', self.precision.rounding(x, self.wide), x * self.precision.width(self.wide))
     if role == 'input_grad' or self.simulated:
-      return ()  # it reads what the sample left
+      return ()
     if self.served('weight_grad') and not self.sampled:
-      return passes('dz rounded', self.precision.rounding(self.tokens * self.d_out, self.wide))
+      return passes(f'dz{of} rounded', self.precision.rounding(dz, self.wide))
     if self.served('weight_grad'):
-      return (self.precision.sampling('dz', self.tokens * self.d_out, self.wide),)
-    return (Pass('dz sampled by XLA', None),) if self.sampled else ()
+      return (self.precision.sampling(f'dz{of}', dz, self.wide),)
+    return (Pass(f'dz{of} sampled by XLA', None),) if self.sampled else ()
 
   def packing(self, stored: int) -> Pass:
     """The pass that packs the weight, of `stored` bytes an entry, once an optimizer step."""

@@ -85,7 +85,7 @@ class NeuronLevelPlan:
       *of_weight('w_up packed', pack_costs.soft_threshold_pack(weight, wide, wide, axis=-2)),
       *of_weight('w_down packed', pack_costs.soft_threshold_pack(weight, wide, wide, axis=-1)),
       matmul('h', self.by_weight, by_weight),
-      Pass('y packed', (packed_rows,)),
+      Pass('y packed', (packed_rows,), vnm_costs.kept(*activations)),
       *of_weight('w_down expanded', vnm_costs.expand(weight, wide)),
       matmul('z', self.by_activations, by_neurons),
       matmul('dy', self.by_weight, by_weight),
@@ -144,7 +144,8 @@ def _joined_copies(steps: Sequence[Step]) -> list[Step]:
   """Joins the passes at the speed of a copy into one, at the end: what each costs beside its bytes was not timed."""
   copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0].op == COPY]
   size = math.fsum(move.size for step in copies for move in step.moves or ())
-  return [*(step for step in steps if step not in copies), Pass('copies', (Move(COPY, size),))]
+  joined = Pass('copies', (Move(COPY, size),), sum(step.kept for step in copies))
+  return [*(step for step in steps if step not in copies), joined]
 
 
 def expected(plan: NeuronLevelPlan, device: str) -> BlockGain | None:

@@ -15,12 +15,14 @@ class Part:
     ms: expected time; None if nothing near was measured.
     by: what runs a matmul: a back end, or 'dense'.
     checked: how many times as fast as dense its kernel was when it was checked on this GPU; None where a record says.
+    kept: bytes of its results that stay for the backward.
   """
 
   name: str
   ms: float | None
   by: str = ''
   checked: float | None = None
+  kept: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,5 +88,5 @@ def priced(steps: Iterable[Step], device: str) -> tuple[Part, ...]:
 def _part(step: Step, device: str) -> Part:
   ms = step.expected_ms(device)
   if not isinstance(step, Matmul):
-    return Part(step.name, ms)
-  return Part(step.name, ms, step.backend or 'dense', step.checked(device) if step.backend else None)
+    return Part(step.name, ms, kept=step.kept)
+  return Part(step.name, ms, step.backend or 'dense', step.checked(device) if step.backend else None, step.kept)

@@ -1,4 +1,4 @@
-"""The steps of a plan, matmuls and passes over memory, with the time expected for each by the records of a GPU."""
+"""The steps of a plan, matmuls and passes over memory: what each runs on, keeps and takes, by the records of a GPU."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -52,12 +52,14 @@ class Matmul:
   Attributes:
     name: what it makes.
     backend: of the kernel that runs it; None is XLA's dense one.
-    timings: where its time is found; the first that was measured counts.
+    timings: where its time is found, under its sizes and layouts; the first that was measured counts.
+    kept: bytes of its results that stay for the backward.
   """
 
   name: str
   backend: str | None
   timings: tuple[Timing, ...]
+  kept: int = 0
 
   def expected_ms(self, device: str) -> float | None:
     """None if nothing near was measured."""
@@ -77,10 +79,12 @@ class Pass:
   Attributes:
     name: what they make.
     moves: of each; None if XLA's way was not timed.
+    kept: as of a `Matmul`.
   """
 
   name: str
   moves: Moves | None
+  kept: int = 0
 
   def expected_ms(self, device: str) -> float | None:
     """None if one of them was not measured."""
@@ -90,9 +94,9 @@ class Pass:
 Step = Matmul | Pass
 
 
-def passes(name: str, moves: Moves) -> tuple[Pass, ...]:
+def passes(name: str, moves: Moves, kept: int = 0) -> tuple[Pass, ...]:
   """One if something moves."""
-  return (Pass(name, moves),) if moves else ()
+  return (Pass(name, moves, kept),) if moves else ()
 
 
 def total(values: Iterable[float | None]) -> float | None:

@@ -124,6 +124,12 @@ def require_positive(**numbers: int) -> None:
       raise ValueError(f'{name}={number} must be positive')
 
 
+def require_timed(path: str, policy: DotPolicy) -> None:
+  """ValueError for a policy that runs what no record has."""
+  if policy.implementation == 'dense':
+    raise ValueError(f"{path}: implementation='dense' decompresses what it packed, which was never timed")
+
+
 def where_it_pays(
   params: Any, recipe: Recipe, *, tokens: int, micro_batches: int = 1, dtype: Any = jnp.bfloat16,
   device: str | None = None,
@@ -200,8 +206,7 @@ def _layer(
   *lead, d_in, d_out = projection.layout_of(leaf).matrix_shape(leaf.shape)
   policy = policy.of_matrix
   wide, device = jnp.dtype(leaf.dtype).itemsize, on.device.slug
-  if policy.implementation == 'dense':
-    raise ValueError(f"{path}: implementation='dense' decompresses what it packed, which was never timed")
+  require_timed(path, policy)
   with errors_name(path):
     plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
   assert policy.projection is not None

@@ -11,6 +11,11 @@ def vnm_pack(entries: int, wide: int, m: int) -> Move:
   return Move(COPY, entries * wide + 2 * _values(entries, wide, m))
 
 
+def kept(entries: int, wide: int, m: int) -> int:
+  """Bytes that `vnm.api.vnm_pack` leaves for a backward: values and inputs."""
+  return round(2 * _values(entries, wide, m))
+
+
 def transpose_pack(entries: int, wide: int, m: int) -> Move:
   """Of `vnm.api.transpose_pack`."""
   return Move(COPY, 2 * _values(entries, wide, m))

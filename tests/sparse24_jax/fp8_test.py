@@ -139,7 +139,7 @@ class DotTest(parameterized.TestCase):
     assert_close((y, dx, dw['up'], dw['down']), (sim_y, sim_dx, sim_dw['up'], sim_dw['down']), NOISE)
     plan = plan_block(kernels, x.size // D, {role: w.shape for role, w in weights.items()}, BF16)
     self.assertFalse(plan.fused)  # the pass that makes dz samples it
-    self.assertIn('dz rounded', [step.name for step in plan.steps])
+    self.assertIn('dz of up rounded', [step.name for step in plan.steps])
 
   def test_weight_gradient_is_unbiased(self):
     exact = oracles.wide(self.x).reshape(-1, D).T @ oracles.wide(self.dz).reshape(-1, OUT)

@@ -68,7 +68,7 @@ class PrecisionTest(absltest.TestCase):
       (layer,) = s24.where_it_pays(params, recipe, tokens=16384, device=H100)
       block = s24.block_gain(4096, 16384, recipe, tokens=16384, device=H100)
     self.assertEqual([role.packing_ms for role in layer.roles][:2], [2 * 2 * 16384 * 4096, 0.0])
-    found = [part.ms for part in block.chosen if part.name == 'x rounded']
+    found = [part.ms for part in block.chosen if part.name in ('x of up rounded', 'x of down rounded')]
     self.assertEqual(found, [2 * 2 * 16384 * 4096, 2 * 2 * 16384 * 16384])
 
   def test_it_says_what_it_does_not_serve(self):
