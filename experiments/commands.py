@@ -137,8 +137,8 @@ def _flops(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-  from experiments.race import decays
   from experiments.runs import experiment, methods, tune_decay
+  from experiments.runs.race import decays
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   experiment.refuse_overrides(args.overrides, tune_decay.SET_BY_TUNING)
@@ -186,7 +186,7 @@ def _of_methods(args: argparse.Namespace) -> dict[str, Any]:
 
 def _compare(args: argparse.Namespace) -> None:
   if args.tune is not None:
-    from experiments.race import tuned
+    from experiments.runs.race import tuned
 
     comparison = tuned.Comparison(
       args.folder, Path(args.results or f'{args.folder}/trials.jsonl'), trials=args.tune, **_of_methods(args)
@@ -202,8 +202,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _grid(args: argparse.Namespace) -> None:
-  from experiments.race import grid
   from experiments.reports import race_table
+  from experiments.runs.race import grid
 
   searched = {name: getattr(args, name) for name in ('rates', 'factors', 'search', 'together', 'share')}
   reported = {'seeds': ()} if args.grid_alone else {}
@@ -229,7 +229,7 @@ def _main_job(args: argparse.Namespace) -> None:
 
 
 def _program(args: argparse.Namespace) -> int:
-  return importlib.import_module(f'experiments.{args.command}.__main__').main(args.rest) or 0
+  return importlib.import_module(f'experiments.{PROGRAMS[args.command][0]}').main(args.rest) or 0
 
 
 COMMANDS = {

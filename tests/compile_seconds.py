@@ -30,8 +30,8 @@ import jax.numpy as jnp
 
 from experiments.bench import measure
 from experiments.bench.compile_time import CASES, LAYOUTS
-from experiments.race.contenders import CONTENDERS, make_model
-from experiments.race.programs import Programs
+from experiments.runs.race.contenders import CONTENDERS, make_model
+from experiments.runs.race.programs import Programs
 from pallas_kernels import _bench, _compat, _device, _disk_cache
 from tests import targets
 from tests.pallas_kernels import compiling

@@ -12,8 +12,8 @@ import signal
 from unittest import mock
 
 from experiments import __main__ as cli
-from experiments.data import pipeline
 from experiments.runs import stopping, train
+from experiments.runs.data import pipeline
 from tests.experiments import fakes
 from tests.experiments.runs import train_test
 

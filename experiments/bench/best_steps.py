@@ -29,7 +29,7 @@ from typing import Any
 from experiments.bench import measure
 from experiments.bench.step_cases import CASES, FLAGS, Layout, METHODS
 from experiments.bench.timed_step import Step
-from experiments.models import gpt2, llama
+from experiments.runs.models import gpt2, llama
 from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.best_steps'

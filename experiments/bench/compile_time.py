@@ -1,6 +1,6 @@
 """`python -m experiments.bench.compile_time --out FILE`: seconds until the steps of each twin are compiled.
 
-Each contender of `experiments.race` is traced, lowered and compiled in a process of its own, since what XLA timed for
+Each contender of races is traced, lowered and compiled in a process of its own, since what XLA timed for
 one would serve the next: with its layers unrolled and in a scan, and then again with the compiled programs that the
 first process kept on disk. The programs are those that a run needs in its first phase, one after another: with masks
 to search two, of steps with and without a search. One record a contender and layout; dense is one of them.
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import measure
-from experiments.race.contenders import CONTENDERS, make_model, SIZES
-from experiments.race.programs import Programs
+from experiments.runs.race.contenders import CONTENDERS, make_model, SIZES
+from experiments.runs.race.programs import Programs
 from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.compile_time'

@@ -14,8 +14,8 @@ import optax
 
 from experiments.bench import feed_forward, twins
 from experiments.bench.meshes import communication, keep_tokens_divided, place, state_shardings, TOKENS, WHOLE
-from experiments.models import gpt2
 from experiments.runs import recipes
+from experiments.runs.models import gpt2
 from pallas_kernels import _bench, _tuning
 import sparse24_jax as s24
 from sparse24_jax import linear_layer

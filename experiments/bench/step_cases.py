@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from experiments.race.contenders import Contender, CONTENDERS
+from experiments.runs.race.contenders import Contender, CONTENDERS
 from experiments.runs.recipes import FFN, LINEAR
 
 FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}

@@ -15,8 +15,8 @@ import optax
 
 from experiments.bench import hlo, trace, twins
 from experiments.bench.step_cases import Case, Layout, METHODS
-from experiments.models import gpt2, llama
-from experiments.race.contenders import MANY_STEPS
+from experiments.runs.models import gpt2, llama
+from experiments.runs.race.contenders import MANY_STEPS
 from pallas_kernels import _bench
 
 # Peak of Hopper GPUs in dense bfloat16. Shares of the peak refer to it, whatever the method computes in.

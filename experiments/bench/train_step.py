@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.bench import hlo, measure, trace
 from experiments.bench.twins import activations, CASES, recipe_of, RECIPES, Twins
-from experiments.models import layers
+from experiments.runs.models import layers
 from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.train_step'

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 
 from experiments.bench import hlo, measure
-from experiments.models import gpt2, layers, llama
 from experiments.runs import recipes
 from experiments.runs.build import is_matrix, wrapped
+from experiments.runs.models import gpt2, layers, llama
 from pallas_kernels import _bench
 import sparse24_jax as s24
 

@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.race.search import Trial
-from experiments.race.tuned import Comparison
 from experiments.reports import main_job, race_table, report
 from experiments.runs import flops, method_table, methods, records
 from experiments.runs.environment import without_folders
 from experiments.runs.experiment import load_config
+from experiments.runs.race.search import Trial
+from experiments.runs.race.tuned import Comparison
 
 RESULTS = Path(__file__).parents[1] / 'results'
 

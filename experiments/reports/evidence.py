@@ -7,11 +7,11 @@ from pathlib import Path
 import statistics
 from typing import Any, NamedTuple
 
-from experiments.race.contenders import Contender, CONTENDERS, layers_of, of
-from experiments.race.trials import LAST_RATE, WARM_UP
 from experiments.reports import best_steps
 from experiments.reports import race_table as table
 from experiments.reports.claims import half_width
+from experiments.runs.race.contenders import Contender, CONTENDERS, layers_of, of
+from experiments.runs.race.trials import LAST_RATE, WARM_UP
 from pallas_kernels import _device
 
 RESULTS = Path(__file__).parents[1] / 'results'

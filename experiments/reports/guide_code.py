@@ -1,8 +1,8 @@
 """The lines that train as a contender of a comparison did: recipe, optimizer, schedule and step."""
 
-from experiments.race.contenders import layers_of
-from experiments.race.programs import B2, CLIP, WEIGHT_DECAY
 from experiments.reports.evidence import block_of, contender_of, NAMES, narrowed
+from experiments.runs.race.contenders import layers_of
+from experiments.runs.race.programs import B2, CLIP, WEIGHT_DECAY
 from experiments.runs.recipes import FFN
 from sparse24_jax import recipes
 

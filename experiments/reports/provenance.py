@@ -30,6 +30,8 @@ GONE = 'a program that is gone'
 _GONE = ('together',)
 # How records call what another command does today, with the same options.
 _MOVED = {
+  'experiments.race': 'experiments race',
+  'experiments.scale': 'experiments scale',
   'experiments.bench.attention': 'pallas_kernels bench sparse_attention',
   'experiments.bench.neuron_level --select packs': 'pallas_kernels bench vnm_matmul --select packs',
   'experiments.bench.neuron_level --select matmul': 'pallas_kernels bench vnm_matmul --select matmul',
@@ -84,7 +86,7 @@ def today(command: str) -> str:
   'python -m pallas_kernels bench sparse_attention --select 4k'
   """
   for then, now in _MOVED.items():
-    command = command.replace(f'python -m {then} ', f'python -m {now} ')
+    command = re.sub(rf'python -m {re.escape(then)}(?= |$)', f'python -m {now}', command)
   return command
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.race.contenders import CONTENDERS
 from experiments.reports import reached
 from experiments.reports.claims import half_width
+from experiments.runs.race.contenders import CONTENDERS
 
 
 def title(record: Mapping[str, Any]) -> str:

@@ -1,11 +1,11 @@
-"""docs/scale.md: figures on paper (`experiments.scale.formula`) and what was compiled for simulated devices."""
+"""docs/scale.md: figures on paper (`experiments.bench.scale.formula`) and what was compiled for simulated devices."""
 
 from collections.abc import Mapping, Sequence
 import textwrap
 from typing import Any
 
+from experiments.bench.scale import formula
 from experiments.reports import provenance
-from experiments.scale import formula
 
 _STEP = 'model=llama-3b&recipe=transposable_srste'
 _PAPER = (

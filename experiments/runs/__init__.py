@@ -1,1 +1,1 @@
-"""Training: methods, programs that compile, checkpoints, run folders, sweeps."""
+"""Training: methods, programs that compile, checkpoints, run folders, sweeps, races."""

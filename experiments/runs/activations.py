@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models.gpt2 import MLP
 from experiments.runs import build
 from experiments.runs.build import Parts
+from experiments.runs.models.gpt2 import MLP
 import sparse24_jax as s24
 from sparse24_jax.activation_patterns import feature_mask
 from sparse24_jax.attention import Attention

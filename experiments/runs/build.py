@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
-from experiments.models import classifiers, gpt2, llama, translator
 from experiments.runs.experiment import Config
 from experiments.runs.meshes import BATCH, make_mesh, rows_of_this_process
+from experiments.runs.models import classifiers, gpt2, llama, translator
 from experiments.runs.recipes import attention_of, make_recipe
-from experiments.tasks import known
-from experiments.tasks.task import Task
+from experiments.runs.tasks import known
+from experiments.runs.tasks.task import Task
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     config: the configuration.
     model: the linen model.
     recipe: the library's description of what is sparse and when.
-    data: training and validation batches; see `experiments.data.pipeline`.
+    data: training and validation batches; see `experiments.runs.data.pipeline`.
     mesh: device mesh, or None for one device.
     task: what is learnt.
   """

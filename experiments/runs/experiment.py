@@ -18,7 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments import configs
+from experiments.runs import configs
 
 _SHARED = ('base', 'gpt2')
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_+.-]*')
@@ -28,7 +28,7 @@ type Config = Any
 
 
 def known_experiments() -> list[str]:
-  """Names of the experiments in `experiments/configs`."""
+  """Names of the experiments in `experiments/runs/configs`."""
   return sorted(module.name for module in pkgutil.iter_modules(configs.__path__) if module.name not in _SHARED)
 
 
@@ -36,7 +36,7 @@ def load_config(name: str, overrides: Sequence[str] = (), *, tiny: bool = False)
   """Loads an experiment.
 
   Args:
-    name: a file name in `experiments/configs` without its ending, or a path to a file, see the module.
+    name: a file name in `experiments/runs/configs` without its ending, or a path to a file, see the module.
     overrides: 'section.key=value' strings; the value is a Python literal or a plain string.
     tiny: load the experiment's tiny twin.
 
@@ -44,7 +44,7 @@ def load_config(name: str, overrides: Sequence[str] = (), *, tiny: bool = False)
     ValueError: no such experiment, no such field, or a value of the wrong type.
   """
   if name in known_experiments():
-    config = importlib.import_module(f'experiments.configs.{name}').get_config(tiny=tiny)
+    config = importlib.import_module(f'experiments.runs.configs.{name}').get_config(tiny=tiny)
   elif name.endswith('.py') and Path(name).is_file():
     spec = importlib.util.spec_from_file_location('experiment_config', name)
     assert spec is not None and spec.loader is not None  # A file that exists and ends in .py has both.

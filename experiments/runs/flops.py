@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.models import gpt2, llama
 from experiments.runs import build
 from experiments.runs.build import model_config
+from experiments.runs.models import gpt2, llama
 from experiments.runs.recipes import LINEAR, make_recipe
-from experiments.tasks import language
+from experiments.runs.tasks import language
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share
 from sparse24_jax.rules import is_weight, leaves_by_path, match_rules

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models.layers import cross_entropy
 from experiments.runs import build, programs
 from experiments.runs.inspection import Loaded
-from experiments.tasks import decoding
-from experiments.tasks.language import NEXT_TOKEN
+from experiments.runs.models.layers import cross_entropy
+from experiments.runs.tasks import decoding
+from experiments.runs.tasks.language import NEXT_TOKEN
 
 # Questions made of held-out text: the share of the sequence that is context.
 _CONTEXT = 0.5

@@ -28,7 +28,7 @@ BATCH = ('data', 'fsdp')
 _ROWS = PartitionSpec(BATCH)
 # Where a feed-forward matrix has its neurons: the axis that 'model' splits.
 _NEURONS = ((re.compile(r'(^|/)mlp/(c_fc|c_gate)/kernel$'), -1), (re.compile(r'(^|/)mlp/c_proj/kernel$'), -2))
-# The layers of a model, as `experiments.models.layers.run_blocks` names them.
+# The layers of a model, as `experiments.runs.models.layers.run_blocks` names them.
 _BLOCK = re.compile(r'h(_\d+)?')
 
 

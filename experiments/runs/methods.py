@@ -8,10 +8,10 @@ from flax import traverse_util
 import jax
 from ml_collections import ConfigDict
 
-from experiments.models.gpt2 import SIZES
 from experiments.runs import flops, train
 from experiments.runs.experiment import Config, load_config, refuse_overrides
 from experiments.runs.method_table import expand, GROUPS, METHODS
+from experiments.runs.models.gpt2 import SIZES
 from experiments.runs.programs import Programs
 from experiments.runs.recipes import make_recipe
 from sparse24_jax.suggestions import meant

@@ -37,7 +37,7 @@ def call(*arguments):
   with (
     contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(err),
-    mock.patch('experiments.data.pipeline.load', lambda **_: FakeData()),
+    mock.patch('experiments.runs.data.pipeline.load', lambda **_: FakeData()),
   ):
     status = cli.main(arguments)
   return status, out.getvalue(), err.getvalue()

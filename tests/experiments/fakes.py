@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.data import batches
-from experiments.tasks import language, translation
+from experiments.runs.data import batches
+from experiments.runs.tasks import language, translation
 
 VOCAB = 32
 

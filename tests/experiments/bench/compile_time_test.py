@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from experiments.bench import compile_time
-from experiments.race.programs import Programs
+from experiments.runs.race.programs import Programs
 
 
 class CompileTimeTest(absltest.TestCase):

@@ -68,14 +68,15 @@ def refused(command: str, reader: Reader) -> str | None:
     return 'no program of this project'
   name, words = found[1], shlex.split(found[2])
   if name == 'experiments' and words and words[0] in PROGRAMS:
-    name, words = f'experiments.{words[0]}', words[1:]
-  if name == 'experiments':
+    main, words = f'experiments.{PROGRAMS[words[0]][0]}', words[1:]
+  elif name == 'experiments':
     return _end(lambda: reader(make_parser(), words))
-  if not provenance.is_program(name):
+  elif not provenance.is_program(name):
     return f'no program {name}'
+  else:
+    main = f'{name}.__main__' if (provenance.ROOT / name.replace('.', '/')).is_dir() else name
 
   def run() -> None:
-    main = f'{name}.__main__' if (provenance.ROOT / name.replace('.', '/')).is_dir() else name
     with mock.patch.object(argparse.ArgumentParser, 'parse_args', lambda parser, argv=None: reader(parser, words)):
       importlib.import_module(main).main()
 
@@ -127,7 +128,7 @@ class CommandsTest(parameterized.TestCase):
     ('python -m experiments compare --seeds 0 1', None, None),
     ('python -m experiments together --seeds 0', 'invalid choice', 'no command together'),
     ('python -m experiments compare --sedes 0', '--sedes', '--sedes'),
-    ('python -m experiments.race --seconds 9', 'required: --out', None),
+    ('python -m experiments race --seconds 9', 'required: --out', None),
     ('python -m experiments race --contenders dance', 'invalid choice', None),
     ('python -m pallas_kernels bench OP --out FILE', 'invalid choice', None),
     ('python -m pallas_kernels bench pack --ponly x', '--ponly', '--ponly'),

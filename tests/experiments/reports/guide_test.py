@@ -16,10 +16,10 @@ import optax
 
 from experiments import __main__ as cli
 from experiments import arguments
-from experiments.race import decays, programs, trials
-from experiments.race.contenders import CONTENDERS
 from experiments.reports import best_steps, evidence, guide, guide_code
 from experiments.reports import race_table as table
+from experiments.runs.race import decays, programs, trials
+from experiments.runs.race.contenders import CONTENDERS
 import sparse24_jax as s24
 from tests.draws import gaussian
 from tests.experiments.fakes import temp_folder

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.models import gpt2, llama
 from experiments.reports import report
 from experiments.runs import flops, method_table, methods, recipes
 from experiments.runs.experiment import load_config
+from experiments.runs.models import gpt2, llama
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity
 from sparse24_jax.activation_patterns import feature_mask, token_mask

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from experiments import arguments
-from experiments.data import pipeline
 from experiments.runs import experiment, hosts, inspection, meshes
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
+from experiments.runs.data import pipeline
 import sparse24_jax as s24
 from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.runs.train_test import ROOT

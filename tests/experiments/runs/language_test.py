@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.data.tokenizer import Bytes
 from experiments.runs import build, experiment, inspection, language, methods, records, train
-from experiments.tasks.language import NEXT_TOKEN
+from experiments.runs.data.tokenizer import Bytes
+from experiments.runs.tasks.language import NEXT_TOKEN
 import sparse24_jax as s24
 from tests.experiments.cli_test import call
 from tests.experiments.fakes import fake_data, temp_folder

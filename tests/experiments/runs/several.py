@@ -19,8 +19,8 @@ def main():
 
   jax.config.update('jax_disable_most_optimizations', True)
   from experiments import __main__ as cli
-  from experiments.data import pipeline
   from experiments.runs import build, durable, metrics
+  from experiments.runs.data import pipeline
   from tests.experiments import fakes
 
   kill_at = os.environ.get('KILL_AT', '')

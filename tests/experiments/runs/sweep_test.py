@@ -21,7 +21,7 @@ TEXT = 'the quick brown fox jumps over the lazy dog. ' * 200
 
 def data_folder(case):
   """A data folder with a prepared corpus, so that nothing has to be read to prepare one."""
-  from experiments.data import packing, pipeline, tokenizer
+  from experiments.runs.data import packing, pipeline, tokenizer
 
   root = Path(temp_folder(case))
   _, key = pipeline._corpus_key(pipeline.DataConfig(corpus='stdlib'), root)
