@@ -28,7 +28,10 @@ def _train(args: argparse.Namespace) -> None:
     hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
   said = args.method or any(override.startswith('recipe.name=') for override in args.overrides)
   if config.recipe.name == 'dense' and not said and hosts.first():
-    print(f'{config.name} trains dense: its recipe is dense, and no --method was given (--method fst, say)', flush=True)
+    print(
+      f'{config.name} trains dense: its recipe is dense, and no --method was given (--method fst, say, or'
+      ' --method dense, which reports compare with)', flush=True,
+    )  # fmt: skip
   folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
   summary = train.train(config, folder, from_step=args.from_step, accept_changes=args.accept_changes)

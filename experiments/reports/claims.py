@@ -5,14 +5,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from ml_collections import ConfigDict
 import numpy as np
 import scipy.special
 
 from experiments.runs import recipes
-from experiments.runs.method_table import METHODS
 from experiments.runs.records import group, RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
@@ -239,12 +238,7 @@ def findings(runs: Sequence[RunRecord]) -> list[Finding]:
   found = []
   for claim, source, judge, pairs in CLAIMS:
     for ours, theirs in pairs:
-      sides = [g for g in groups if g[0].method == ours], [g for g in groups if g[0].method in (theirs, '')]
-      results = (judge(a, b) for a, b in itertools.product(*sides) if b[0].method or _stands_for(b, theirs, a, judge))
+      sides = ([g for g in groups if g[0].method == method] for method in (ours, theirs))
+      results = itertools.starmap(judge, itertools.product(*sides))
       found += [Finding(claim, source, *result) for result in results if result]
   return found
-
-
-def _stands_for(b: Runs, theirs: str, a: Runs, judge: Callable[..., Any]) -> bool:
-  """Whether runs that were trained without a method are the dense ones of a claim, which counts no flips of theirs."""
-  return theirs == METHODS[a[0].method].baseline and judge not in OF_FLIPS and b[0].is_dense_of(a[0])

@@ -38,20 +38,20 @@ def markdown() -> str:
 def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
   """A row a method, dense first; differences are of the seeds that both have.
 
-  >>> record = {'label': 'dense', 'steps': 9, 'seed': 0, 'validation_loss': 1.0, 'measures': {'accuracy': 0.5}}
-  >>> other = {**record, 'label': 'FST', 'validation_loss': 1.25}
+  >>> record = {'method': 'dense', 'label': 'dense', 'steps': 9, 'seed': 0, 'measures': {'accuracy': 0.5}}
+  >>> other = {**record, 'method': 'fst', 'label': 'FST', 'validation_loss': 1.25}
+  >>> record['validation_loss'] = 1.0
   >>> rows('x', [other, record])
   [['x', 'dense', '9', '1', '1.000', '', 'accuracy 0.500'], ['x', 'FST', '9', '1', '1.250', '+0.250', 'accuracy 0.500']]
   >>> del other['validation_loss']
   >>> rows('x', [other])
   [['x', 'FST', '9', '1', '', '', 'accuracy 0.500']]
   """
-  by_label: dict[str, dict[int, Mapping[str, Any]]] = {}
-  for record in sorted(records, key=lambda r: (r['label'] != 'dense', r['label'], r['seed'])):
-    by_label.setdefault(record['label'], {})[record['seed']] = record
-  dense, made = by_label.get('dense', {}), []
-  dense_losses = _losses(dense)
-  for label, found in by_label.items():
+  by_method: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+  for record in sorted(records, key=lambda r: (r['method'] != 'dense', r['label'], r['seed'])):
+    by_method.setdefault((record['method'], record['label']), {})[record['seed']] = record
+  dense_losses, made = _losses({r['seed']: r for r in records if r['method'] == 'dense'}), []
+  for (method, label), found in by_method.items():
     losses = _losses(found)
     minus = [loss - dense_losses[seed] for seed, loss in losses.items() if seed in dense_losses]
     first = next(iter(found.values()))
@@ -61,7 +61,7 @@ def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]  # fmt: skip
     made.append([
       title, label, f'{first["steps"]:,}', str(len(found)), _interval(list(losses.values())),
-      _interval(minus, '+') if found is not dense else '', ', '.join(measures),
+      _interval(minus, '+') if method != 'dense' else '', ', '.join(measures),
     ])  # fmt: skip
   return made
 

@@ -40,7 +40,7 @@ class RunRecord:
   @property
   def label(self) -> str:
     """The method's name in tables and legends."""
-    return self.config['label'] or self.config['recipe']['name']
+    return self.config['label'] or self.config['recipe']['name'] + ('' if self.method else ', no method')
 
   @property
   def seed(self) -> int:
@@ -49,7 +49,7 @@ class RunRecord:
 
   @property
   def method(self) -> str:
-    """The key of `method_table.METHODS` that was put in; '' for a configuration of its own."""
+    """The key of `method_table.METHODS` that was put in; '' for a configuration of its own, compared with no other."""
     return self.config['method']
 
   @property
@@ -58,12 +58,8 @@ class RunRecord:
     return self.is_dense_of(self)
 
   def is_dense_of(self, other: 'RunRecord') -> bool:
-    """Whether another run is compared with this one: by its method or, where one has none, by phases and model."""
-    if self.method and other.method:
-      return self.method == METHODS[other.method].baseline
-    # Without a method: the recipe has no sparse phase. Blocks of sparse activations compute the same in another order.
-    models = ({k: v for k, v in run.config['model'].items() if k != 'ffn_order'} for run in (self, other))
-    return not s24.recipes.KNOWN[self.config['recipe']['name']].is_sparse and next(models) == next(models)
+    """Whether another run is compared with this one, which their methods say."""
+    return bool(other.method) and self.method == METHODS[other.method].baseline
 
   @property
   def validation_loss(self) -> float:

@@ -3,7 +3,7 @@
 Question: in what order dense, 2:4 with and without masked decay, and a dense model of half the feed-forward width end;
 docs/quality.md has the results. Speed is not shown: masks never make a CPU faster.
 Cost: 4,000 steps, about one minute on 2 cores (11 ms a step), 0.1 M parameters, 4 M bytes of text.
-Command: python -m experiments train --config nano --set recipe.name=ste
+Command: python -m experiments train --config nano --method ste
 """
 
 from experiments.runs.configs import base

@@ -52,21 +52,20 @@ class ReportTest(parameterized.TestCase):
       ET.fromstring(picture)
     self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
 
-  @parameterized.parameters(('fst', 'dense'), ('neuron_level_24', 'dense_relu2'))
-  def test_a_dense_run_without_a_method_is_the_one_to_compare_with(self, method, dense):
-    """As `train` without --method makes it; its masks are not watched, so no flips are compared."""
-    folder = temp_folder(self)
+  def test_a_run_without_a_method_is_compared_with_no_other(self):
+    """However dense its settings look; nor is it one of the runs of `--method dense`."""
+    folder = Path(temp_folder(self))
     for seed in range(2):
-      write_run(folder, method, seed, 1.25 + 0.01 * seed)
-      file = write_run(folder, dense, seed, 1.22 + 0.01 * seed) / 'config.json'
-      config = json.loads(file.read_text())
-      config['recipe']['kwargs'] = {}
-      file.write_text(json.dumps(config | {'method': '', 'label': ''}))
+      write_run(folder, 'fst', seed, 1.25 + 0.01 * seed)
+      file = write_run(folder, 'dense', seed, 1.22 + 0.01 * seed) / 'config.json'
+      file.write_text(json.dumps(json.loads(file.read_text()) | {'method': '', 'label': ''}))
     found = records.find_runs([folder])
-    _, row = report.table_rows(records.group(found))
-    self.assertEqual(row[4:6], ['+0.0300', '+0.0300, +0.0300'])
-    (finding,) = claims.findings(found)
-    self.assertIn('0.030 nats above dense', finding.evidence)
+    shown = {row[0]: row[4] for row in report.table_rows(records.group(found))}
+    self.assertEqual(shown, {'dense, no method': '', 'FST': ''})
+    self.assertEmpty(claims.findings(found))
+    write_run(folder / 'said', 'dense', 0, 1.2)
+    shown = {row[0]: row[4] for row in report.table_rows(records.group(records.find_runs([folder])))}
+    self.assertEqual(shown, {'dense': '', 'dense, no method': '', 'FST': '+0.0500'})
 
   @parameterized.parameters(False, True)
   @without_pictures

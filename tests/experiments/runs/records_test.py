@@ -43,19 +43,6 @@ class ConfigTest(parameterized.TestCase):
     )
     self.assertEqual(run.is_baseline, method in ('dense', 'dense_relu2'))
 
-  def test_runs_without_a_method_are_compared_with_dense_ones_of_the_same_model(self):
-    folder = Path(temp_folder(self))
-    for name, change in (('dense', {}), ('ste', {}), ('wide', {'embed_dim': 128})):
-      path = write_run(folder / name, 'dense' if name == 'dense' else 'ste', 0, 1.2)
-      config = json.loads((path / 'config.json').read_text())
-      config |= {'method': '', 'model': config['model'] | change}
-      (path / 'config.json').write_text(json.dumps(config))
-    found = {run.folder.parent.name: run for run in records.find_runs([folder])}
-    self.assertEqual([run.is_baseline for run in found.values()], [True, False, False])
-    self.assertTrue(found['dense'].is_dense_of(found['ste']))
-    self.assertFalse(found['dense'].is_dense_of(found['wide']))
-    self.assertFalse(found['ste'].is_dense_of(found['ste']))
-
   def test_rates_begin_with_the_first_comparison(self):
     folder = write_run(temp_folder(self), 'fst', 0, 1.2)
     file = folder / 'metrics.jsonl'
