@@ -191,7 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     help='of the masked decay that a method has; a method without one has as many trials, of more rates (default: 1)',
   )  # fmt: skip
   grid.add_argument('--search', type=int, nargs='+', default=[0, 1], help='seeds that choose (default: 0 1)')
-  grid.add_argument('--together', type=int, default=32, help='runs side by side (default: %(default)s)')
+  grid.add_argument('--population', type=int, default=32, help='runs side by side (default: %(default)s)')
   grid.add_argument('--share', type=float, default=1.0, help='of the steps, for a short search (default: 1)')
 
   sweep = commands.add_parser('sweep', help='train methods side by side on one device; compare then reports')

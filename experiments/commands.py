@@ -208,7 +208,7 @@ def _grid(args: argparse.Namespace) -> None:
   from experiments.reports import race_table
   from experiments.runs.race import grid
 
-  searched = {name: getattr(args, name) for name in ('rates', 'factors', 'search', 'together', 'share')}
+  searched = {name: getattr(args, name) for name in ('rates', 'factors', 'search', 'population', 'share')}
   reported = {'seeds': ()} if args.grid_alone else {}
   made = grid.Grid(Path(args.results), **searched, **(_of_methods(args) | reported))
   records = made.run()

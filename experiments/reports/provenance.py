@@ -28,7 +28,7 @@ NOT_IN_GIT = 'a commit that is not in git'
 GONE = 'a program that is gone'
 # Commands that `python -m experiments` had once.
 _GONE = ('together',)
-# How records call what another command does today, with the same options.
+# How records call what another command or option does today.
 _MOVED = {
   'experiments.race': 'experiments race',
   'experiments.scale': 'experiments scale',
@@ -36,6 +36,7 @@ _MOVED = {
   'experiments.bench.neuron_level --select packs': 'pallas_kernels bench vnm_matmul --select packs',
   'experiments.bench.neuron_level --select matmul': 'pallas_kernels bench vnm_matmul --select matmul',
 }
+_RENAMED = {'--together': '--population'}
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
 _COMMAND = re.compile(r'python -m ((?:experiments|pallas_kernels|sparse24_jax|tests)[.\w]*)(?: (\S+)|$)')
@@ -87,6 +88,8 @@ def today(command: str) -> str:
   """
   for then, now in _MOVED.items():
     command = re.sub(rf'python -m {re.escape(then)}(?= |$)', f'python -m {now}', command)
+  for then, now in _RENAMED.items():
+    command = command.replace(f' {then} ', f' {now} ')
   return command
 
 

@@ -61,7 +61,7 @@ class Grid:
     factors: see `settings`.
     search: seeds that choose.
     seeds: other seeds, for the setting that was chosen; none makes the grid alone.
-    together: how many runs train side by side.
+    population: how many runs train side by side.
     share: of the experiment's steps, for a search by short runs.
     tiny: the experiment's tiny twin.
     overrides: 'section.key=value' strings.
@@ -82,7 +82,7 @@ class Grid:
     factors: Sequence[float] = (1.0,),
     search: Sequence[int] = (0, 1),
     seeds: Sequence[int] = (2, 3, 4, 5, 6),
-    together: int = 32,
+    population: int = 32,
     share: float = 1.0,
     tiny: bool = False,
     overrides: Sequence[str] = (),
@@ -97,7 +97,7 @@ class Grid:
     # Kernels have no axis of runs; and a search of masks at every step, for flip rates a step, would cost more than
     # the steps.
     base.recipe.update({'implementation': 'reference', 'flip_rate': 'refresh'})
-    self.results, self.data, self.together, self.share = results, data, together, share
+    self.results, self.data, self.population, self.share = results, data, population, share
     self.experiment, self.steps = base.name, base.steps
     configs = {name: methods.configure(base, name, search[0]) for name in method_table.expand(names)}
     self.settings = {name: settings(config, rates, factors) for name, config in configs.items()}
@@ -118,8 +118,8 @@ class Grid:
     self.results.parent.mkdir(parents=True, exist_ok=True)
     ours = []
     for name, config in self.configs.items():
-      seeds = min(self.together, max(len(self.search), len(self.seeds)))
-      population = Population(config, self.together, seeds=seeds, data=self.data)
+      seeds = min(self.population, max(len(self.search), len(self.seeds)))
+      population = Population(config, self.population, seeds=seeds, data=self.data)
       grid = [Trial(*setting, seed, self.share) for setting in self.settings[name] for seed in self.search]
       found = self._train(name, population, grid)
       if self.seeds:
@@ -134,8 +134,8 @@ class Grid:
     text = population.parts.data.fingerprint
     found = {trial: record for trial in trials if (record := self._recorded(name, trial, text)) is not None}
     missing = [trial for trial in trials if trial not in found]
-    for at in range(0, len(missing), self.together):
-      some, start = missing[at : at + self.together], time.perf_counter()
+    for at in range(0, len(missing), population.size):
+      some, start = missing[at : at + population.size], time.perf_counter()
       outcomes = population.train(some)
       seconds = time.perf_counter() - start
       print(f'{name}: {len(some)} runs of {population.config.steps} steps side by side, {seconds:.0f} s', flush=True)
@@ -150,7 +150,7 @@ class Grid:
     return [found[trial] for trial in trials]
 
   def _record(
-    self, name: str, trial: Trial, text: str, outcome: Outcome, together: int, seconds: float
+    self, name: str, trial: Trial, text: str, outcome: Outcome, count: int, seconds: float
   ) -> dict[str, Any]:
     loss = outcome.loss
     return {
@@ -160,7 +160,7 @@ class Grid:
       'validation_columns': ['step', 'seconds', 'loss'],
       'flip_rate': {'refreshes': [[step, rate] for step, rate in outcome.flip_rate]},
       # For the whole population, compiling included.
-      'side_by_side': together, 'wall_s': round(seconds, 1), **self.head,
+      'side_by_side': count, 'wall_s': round(seconds, 1), **self.head,
     }  # fmt: skip
 
   def _key(self, name: str, trial: Trial, text: str) -> dict[str, Any]:

@@ -34,21 +34,21 @@ class PopulationTest(absltest.TestCase):
       decay = config.recipe.kwargs.get('masked_decay', 0.0)
       trials = [Trial(1e-2, decay, 0), Trial(1e-2, decay, 3), Trial(3e-2, 5 * decay, 3)]
       data = FakeData(seq_len=config.data.seq_len, batch_size=config.data.batch_size)
-      together = Population(config, 3, seeds=2, data=data).train(trials)
+      outcomes = Population(config, 3, seeds=2, data=data).train(trials)
       alone = tuned.configure(config, trials[compared])
       if method == 'rigl':
         with alone.unlocked():
           alone.recipe.kwargs.seed = 0  # links are drawn alike for all
       loss = train.train(alone, Path(temp_folder(self)) / 'run', data=data, quiet=True)['validation_loss']
       with self.subTest(method):
-        found = together[compared].validation
+        found = outcomes[compared].validation
         self.assertEqual([step for step, _ in found], [6, 12])
         np.testing.assert_allclose(found[-1][1], loss, rtol=2e-4)
         if method == 'fst':
-          (_, before), (_, after) = together[compared].flip_rate
+          (_, before), (_, after) = outcomes[compared].flip_rate
           self.assertIsNone(before)
           self.assertGreater(after, 0)
-      losses = [outcome.validation[-1][1] for outcome in together]
+      losses = [outcome.validation[-1][1] for outcome in outcomes]
       self.assertGreater(min(np.diff(sorted(losses))), 2e-3)  # or the trials would not be told apart
 
   def test_what_cannot_be_trained_side_by_side(self):
@@ -81,7 +81,7 @@ class GridTest(absltest.TestCase):
 
     settings = dict(
       experiment='nano', names=['dense', 'fst'], rates=[5e-3, 1e-2, 4e-2], factors=[1.0, 3.0], search=(0, 1),
-      seeds=(2, 3), together=5, tiny=True, data=FakeData(seq_len=16, batch_size=16),
+      seeds=(2, 3), population=5, tiny=True, data=FakeData(seq_len=16, batch_size=16),
     ) | changes  # fmt: skip
     with mock.patch.object(population.Population, 'train', autospec=True, side_effect=pretend) as trained, \
          mock.patch('builtins.print') as said:  # fmt: skip
