@@ -120,6 +120,7 @@ class Run:
       'recipe': self.config.recipe.name,
       'seed': self.config.seed,
       'steps': self.config.steps,
+      'text': self.parts.data.fingerprint,
       'validation_loss': loss,
       **({'measures': measures} if measures else {}),
       'seconds': self.watch.total,
@@ -342,8 +343,8 @@ def train(
     accept_changes: go on though settings of the optimizer differ from the checkpoint's; `events.jsonl` says so.
 
   Returns:
-    The summary: name, recipe, seed, steps, validation_loss (nats a token, or a class), the `measures` of the task if it
-    has some, seconds, and what they were `spent` on.
+    The summary: name, recipe, seed, steps, the `text` that was read, validation_loss (nats a token, or a class), the
+    `measures` of the task if it has some, seconds, and what they were `spent` on.
 
   Raises:
     ValueError: another process trains in the folder, or a setting does not fit.

@@ -83,7 +83,8 @@ def search(
     data: batches in place of the corpus, for tests.
 
   Raises:
-    ValueError: no candidates or seeds, a recipe without masked decay, or what `shorten` refuses.
+    ValueError: no candidates or seeds, a recipe without masked decay, or what `shorten` and `tuned.read_records`
+      refuse.
   """
   make = getattr(s24.recipes, config.recipe.name, None)
   if make is None or 'masked_decay' not in inspect.signature(make).parameters:
@@ -93,21 +94,22 @@ def search(
     raise ValueError(f'candidates={candidates}, seeds={list(seeds)}: give factors of zero or more, and a seed')
   base, head = shorten(config, share), without_folders(environment())
   results.parent.mkdir(parents=True, exist_ok=True)
-  found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+  own = {'bench': 'decay', 'experiment': config.name, 'text': tuned.text_of(base, data)}
+  found = tuned.read_records(results, own['text'])
   mine = []
   for decay in candidates:
     programs: list[Programs] = []
     for seed in seeds:
       trial = Trial(config.optimizer.peak_lr, decay, seed, share)
       run = _configure(base, trial)
-      wanted = {**tuned.describe(run), 'device': head['device'], 'bench': 'decay', 'experiment': config.name}
+      wanted = {**tuned.describe(run), 'device': head['device'], **own}
       record = next((r for r in found if wanted.items() <= r.items() and r['seed'] == seed), None)
       if record is None:
         path = Path(folder) / run.name
-        record = tuned.train_trial(run, trial, path, head=head, data=data, programs=programs)
+        record = tuned.train_trial(run, trial, path, own['text'], head=head, data=data, programs=programs)
         steps, rates = records.read_run(path).flip_curve()
         curve = [[int(step), float(rate)] for step, rate in zip(steps, rates, strict=True)]
-        record |= {'bench': 'decay', 'experiment': config.name, 'contender': config.method, 'flip_rates': curve}
+        record |= {**own, 'contender': config.method, 'flip_rates': curve}
         with results.open('a') as file:
           file.write(json.dumps(record) + '\n')
         print(f'  decay {decay:<8g} seed {seed}: loss {_said(record["loss"])} after {run.steps} steps', flush=True)

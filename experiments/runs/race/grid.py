@@ -68,8 +68,7 @@ class Grid:
     data: batches in place of the corpus.
 
   Raises:
-    ValueError: see `methods.run_all`; seeds that both choose and are reported; no trials; a file of records that do not
-      say of which text they are.
+    ValueError: see `methods.run_all` and `tuned.read_records`; seeds that both choose and are reported; no trials.
   """
 
   def __init__(
@@ -104,14 +103,8 @@ class Grid:
     self.configs = {name: decays.shorten(config, share) if share < 1 else config for name, config in configs.items()}
     self.search, self.seeds = tuple(search), tuple(seeds)
     self.head = without_folders(environment())
-    self.records: list[dict[str, Any]] = []
-    if results.exists():
-      self.records = [json.loads(line) for line in results.read_text().splitlines()]
-    if old := sum('searched_with' in record and 'text' not in record for record in self.records):
-      raise ValueError(
-        f'{results}: {old} of {len(self.records)} records lack text, which says what was read, so that all would be'
-        ' trained again: give another file'
-      )
+    self.text = tuned.text_of(next(iter(self.configs.values())), data)
+    self.records = tuned.read_records(results, self.text)
 
   def run(self) -> list[dict[str, Any]]:
     """Makes all trials that are missing, method after method, and returns the records of all."""
@@ -131,8 +124,7 @@ class Grid:
 
   def _train(self, name: str, population: Population, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """Records of trials, of which those that are there are not trained again."""
-    text = population.parts.data.fingerprint
-    found = {trial: record for trial in trials if (record := self._recorded(name, trial, text)) is not None}
+    found = {trial: record for trial in trials if (record := self._recorded(name, trial)) is not None}
     missing = [trial for trial in trials if trial not in found]
     for at in range(0, len(missing), population.size):
       some, start = missing[at : at + population.size], time.perf_counter()
@@ -140,8 +132,7 @@ class Grid:
       seconds = time.perf_counter() - start
       print(f'{name}: {len(some)} runs of {population.config.steps} steps side by side, {seconds:.0f} s', flush=True)
       made = [
-        self._record(name, trial, text, outcome, len(some), seconds)
-        for trial, outcome in zip(some, outcomes, strict=True)
+        self._record(name, trial, outcome, len(some), seconds) for trial, outcome in zip(some, outcomes, strict=True)
       ]
       with self.results.open('a') as file:
         file.writelines(json.dumps(record) + '\n' for record in made)
@@ -149,12 +140,10 @@ class Grid:
     self.records += [found[trial] for trial in missing]
     return [found[trial] for trial in trials]
 
-  def _record(
-    self, name: str, trial: Trial, text: str, outcome: Outcome, count: int, seconds: float
-  ) -> dict[str, Any]:
+  def _record(self, name: str, trial: Trial, outcome: Outcome, count: int, seconds: float) -> dict[str, Any]:
     loss = outcome.loss
     return {
-      **self._key(name, trial, text), 'title': self.configs[name].label, 'rate': trial.rate, 'decay': trial.decay,
+      **self._key(name, trial), 'title': self.configs[name].label, 'rate': trial.rate, 'decay': trial.decay,
       'share': trial.share, 'loss': loss, 'equal_steps': self.steps, 'seconds': None,
       'validation': [[step, None, value if math.isfinite(value) else None] for step, value in outcome.validation],
       'validation_columns': ['step', 'seconds', 'loss'],
@@ -163,16 +152,16 @@ class Grid:
       'side_by_side': count, 'wall_s': round(seconds, 1), **self.head,
     }  # fmt: skip
 
-  def _key(self, name: str, trial: Trial, text: str) -> dict[str, Any]:
-    """The fields that identify a record; `text` says what was read, which no setting does."""
+  def _key(self, name: str, trial: Trial) -> dict[str, Any]:
+    """The fields that identify a record."""
     described = tuned.describe(tuned.configure(self.configs[name], trial))
     return {
       'bench': 'tuned', 'experiment': self.experiment, 'contender': name, 'seed': trial.seed,
-      'searched_with': list(self.search), 'text': text, **described, 'device': self.head['device'],
+      'searched_with': list(self.search), 'text': self.text, **described, 'device': self.head['device'],
     }  # fmt: skip
 
-  def _recorded(self, name: str, trial: Trial, text: str) -> dict[str, Any] | None:
-    wanted = self._key(name, trial, text).items()
+  def _recorded(self, name: str, trial: Trial) -> dict[str, Any] | None:
+    wanted = self._key(name, trial).items()
     return next((record for record in self.records if wanted <= record.items()), None)
 
 

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import method_table, methods, records, train
+from experiments.runs import build, method_table, methods, records, train
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
@@ -47,21 +47,49 @@ def describe(config: Config) -> dict[str, Any]:
   return {name: fields[name] for name in ('model', 'data', 'optimizer', 'recipe', 'accumulate', 'steps')}
 
 
+def text_of(config: Config, data: Any = None) -> str:
+  """What tells the text that runs of a configuration read, which no setting does; of `data` in place of its own."""
+  return build.make_parts(config, data=data).data.fingerprint
+
+
+def read_records(results: Path, text: str) -> list[dict[str, Any]]:
+  """The records of a file to which those of runs that read a text are to be added; none where there is no file.
+
+  Raises:
+    ValueError: some are of another text, or do not say of which: a table would compare their losses.
+  """
+  found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+  for others, fault in (
+    ([r for r in found if 'text' not in r], 'lack text, which says what was read'),
+    ([r for r in found if r.get('text') != text], f'are of another text than {text}'),
+  ):
+    if others:
+      raise ValueError(f'{results}: {len(others)} of {len(found)} records {fault}: give another file')
+  return found
+
+
 def train_trial(
-  config: Config, trial: Trial, folder: Path, *, head: Mapping[str, Any], data: Any = None, programs: list[Programs]
-) -> dict[str, Any]:
-  """Trains one trial, or finds it trained, and returns its record: losses, flip rates, settings; `head` is its end."""
+  config: Config, trial: Trial, folder: Path, text: str, *, head: Mapping[str, Any], data: Any = None,
+  programs: list[Programs],
+) -> dict[str, Any]:  # fmt: skip
+  """Trains one trial, or finds it trained, and returns its record: losses, flip rates, settings; `head` is its end.
+
+  Raises:
+    ValueError: the folder holds a run of another text, or one that does not say of which.
+  """
   try:
     train.train(config, folder, data=data, programs=programs)
   except train.TrainingDivergedError as error:
     print(f'{config.name}: {error}')
   run = records.read_run(folder)
+  if run.summary is not None and run.summary.get('text') != text:
+    raise ValueError(f'{folder} holds a run that does not say that its text is {text}; name another folder')
   loss = run.validation_loss if run.summary is not None else None
   steps, seconds = run.training_seconds()
   at = dict(zip(steps, seconds, strict=True))
   return {
     'title': config.label, 'rate': trial.rate, 'decay': trial.decay, 'seed': trial.seed, 'share': trial.share,
-    'loss': loss, 'equal_steps': config.steps, 'seconds': None,
+    'text': text, 'loss': loss, 'equal_steps': config.steps, 'seconds': None,
     'validation': [[r['step'], at.get(r['step']), r['loss']] for r in run.validation],
     'validation_columns': ['step', 'seconds', 'loss'], 'flip_rate': run.flip_summary(),
     'sparse_steps': run.sparse_steps,
@@ -84,7 +112,7 @@ class Comparison:
     data: batches in place of the corpus.
 
   Raises:
-    ValueError: see `methods.run_all`; nothing is trained then.
+    ValueError: see `methods.run_all` and `read_records`; nothing is trained then.
   """
 
   def __init__(
@@ -109,12 +137,11 @@ class Comparison:
     self.head = without_folders(environment())
     # The last programs of each method: trials that differ in seeds share them.
     self.programs: dict[str, tuple[tuple[float, float], list[Programs]]] = {}
-    self.records: list[dict[str, Any]] = []
-    if results.exists():
-      found = [json.loads(line) for line in results.read_text().splitlines()]
-      self.records = [record for record in found if self._is_ours(record)]
-      if others := len(found) - len(self.records):
-        print(f'{results}: {others} records of other methods, settings or devices do not count here')
+    self.text = text_of(next(iter(self.configs.values())), data)
+    found = read_records(results, self.text)
+    self.records = [record for record in found if self._is_ours(record)]
+    if others := len(found) - len(self.records):
+      print(f'{results}: {others} records of other methods, settings or devices do not count here')
 
   def run(self) -> None:
     """Makes all trials that are missing, method after method."""
@@ -142,7 +169,7 @@ class Comparison:
     programs = self.programs[name][1]
     record = {
       'bench': 'tuned', 'experiment': self.experiment, 'contender': name, **train_trial(
-        config, trial, self.folder / config.name, data=self.data, programs=programs, head=self.head
+        config, trial, self.folder / config.name, self.text, data=self.data, programs=programs, head=self.head
       ),
       'equal_steps': self.steps,  # of the comparison, of which a method may have a share
     }  # fmt: skip

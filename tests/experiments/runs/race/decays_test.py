@@ -10,7 +10,7 @@ from absl.testing import absltest
 from experiments.runs import methods, train
 from experiments.runs.experiment import load_config
 from experiments.runs.race import decays
-from tests.experiments.fakes import temp_folder
+from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.runs.race import tuned_test
 
 
@@ -21,7 +21,7 @@ def config_of(*overrides):
 class DecaysTest(absltest.TestCase):
   def search(self, root, **changes):
     with mock.patch.object(train, 'train', side_effect=tuned_test.pretend) as trained, mock.patch('builtins.print'):
-      settings = dict(candidates=(2e-3, 18e-3, 0.0), seeds=(0, 1)) | changes
+      settings = dict(candidates=(2e-3, 18e-3, 0.0), seeds=(0, 1), data=FakeData()) | changes
       chosen = decays.search(config_of('optimizer.peak_lr=2e-2'), root / 'runs', root / 'decays.jsonl', **settings)
     return trained, chosen
 
@@ -43,6 +43,8 @@ class DecaysTest(absltest.TestCase):
     self.assertEqual(again, chosen)
     trained, _ = self.search(root, share=0.25)  # other settings, other records
     self.assertEqual(trained.call_count, 6)
+    with self.assertRaisesRegex(ValueError, '12 of 12 records are of another text than another: give another file'):
+      self.search(root, data=FakeData(fingerprint='another'))
 
   def test_refusals(self):
     root = Path(temp_folder(self))

@@ -112,15 +112,11 @@ class GridTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'and other seeds to report'):
       self.run_grid(results, seeds=(1, 2))
 
-  def test_runs_of_another_text_are_trained_again(self):
+  def test_a_file_of_records_of_another_text_or_of_none_is_refused(self):
     results = Path(temp_folder(self)) / 'records.jsonl'
     self.run_grid(results)
-    trained, _ = self.run_grid(results, data=FakeData(seq_len=16, batch_size=16, fingerprint='another'))
-    self.assertLen(trained, 8)
-
-  def test_a_file_of_records_that_name_no_text_is_refused(self):
-    results = Path(temp_folder(self)) / 'records.jsonl'
-    self.run_grid(results)
+    with self.assertRaisesRegex(ValueError, '28 of 28 records are of another text than another: give another file'):
+      self.run_grid(results, data=FakeData(seq_len=16, batch_size=16, fingerprint='another'))
     records = [json.loads(line) for line in results.read_text().splitlines()]
     records[1].pop('text')
     results.write_text(''.join(json.dumps(record) + '\n' for record in records))

@@ -28,7 +28,8 @@ def pretend(config, folder, *, data, programs):
   environment = {'device': 'x', 'python': '3', 'versions': {}, 'commit': None, 'command': ''}
   content = {'config.json': config.to_dict(), 'environment.json': environment}
   if rate < 3e-2:
-    content['summary.json'] = {'seconds': 1.0, 'spent': dict.fromkeys(SPENT_ON, 0.0), 'validation_loss': loss}
+    content['summary.json'] = {'seconds': 1.0, 'spent': dict.fromkeys(SPENT_ON, 0.0), 'validation_loss': loss,
+                               'text': data.fingerprint}  # fmt: skip
   for name, fields in content.items():
     (folder / name).write_text(json.dumps(fields))
   common = {'step': config.steps, 'loss': loss, 'phase': 'sparse'}
@@ -41,7 +42,8 @@ def pretend(config, folder, *, data, programs):
 
 class ComparisonTest(absltest.TestCase):
   def compare(self, root, **changes):
-    settings = dict(experiment='nano', names=['dense', 'fst'], seeds=(3, 0), trials=5, tiny=True) | changes
+    settings = dict(experiment='nano', names=['dense', 'fst'], seeds=(3, 0), trials=5, tiny=True, data=FakeData())
+    settings |= changes
     with mock.patch.object(train, 'train', side_effect=pretend) as trained, mock.patch('builtins.print') as said, \
          mock.patch.object(report, 'write_report') as reported:  # fmt: skip
       comparison = tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings)
@@ -112,6 +114,28 @@ class ComparisonTest(absltest.TestCase):
     trained, said, _ = self.compare(root, overrides=['steps=50'])
     self.assertLen(trained.call_args_list, len(whole))
     self.assertIn('12 records of other methods, settings or devices', said.call_args_list[0].args[0])
+
+  def test_a_file_of_records_of_another_text_or_of_none_is_refused(self):
+    root = Path(temp_folder(self))
+    out = root / 'records.jsonl'
+    self.compare(root)
+    with self.assertRaisesRegex(ValueError, '12 of 12 records are of another text than another: give another file'):
+      self.compare(root, data=FakeData(fingerprint='another'))
+    out.write_text(out.read_text().replace('"text": "fake-1", ', '', 1))
+    with self.assertRaisesRegex(ValueError, 'records.jsonl: 1 of 12 records lack text, .*: give another file'):
+      self.compare(root)
+
+  def test_a_folder_of_a_run_of_another_text_is_refused(self):
+    """A run without checkpoints that is finished is not trained again, and its settings may be the same."""
+    folder, text = Path(temp_folder(self)) / 'run', FakeData()
+    config = tuned.methods.configure(tuned.methods.load_checked('nano', ['dense'], tiny=True), 'dense', 0)
+    trial = tuned.first_trial(config, 0)
+    pretend(config, folder, data=text, programs=[])
+    with mock.patch.object(train, 'train'):
+      found = tuned.train_trial(config, trial, folder, text.fingerprint, head={}, programs=[])
+      self.assertEqual(found['text'], text.fingerprint)
+      with self.assertRaisesRegex(ValueError, 'run holds a run that does not say that its text is another'):
+        tuned.train_trial(config, trial, folder, 'another', head={}, programs=[])
 
   def test_the_final_rate_keeps_its_share_and_the_table_has_a_title(self):
     config = tuned.methods.configure(tuned.methods.load_checked('small', ['fst']), 'fst', 0)
