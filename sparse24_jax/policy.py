@@ -31,14 +31,13 @@ class DotPolicy:
   """How the three matmuls of a linear layer are done.
 
   Attributes:
-    projection: what makes the weight sparse; None leaves the layer dense, in FP8 if `precision` says so and the phase
-      is not a dense one.
+    projection: what makes the weight sparse; None leaves the layer dense, in FP8 if `precision` says so.
     input_grad: `'sparse'` runs the input gradient with the compressed transposed weight, which takes a transposable
       projection; `'dense'` runs a dense matmul. The numbers are the same.
     weight_grad: `'mvue'` samples the output gradient 2:4 along tokens (needs a key and tokens in multiples of four),
       `'dense'` leaves it as it is.
     precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds weights and activations to e4m3 and
-      output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere.
+      output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere. In a dense phase too.
     implementation: what runs the sparse matmuls. None chooses by the records of the GPU: a kernel where it measured
       faster. Without records, and in FP8 elsewhere than on Hopper, it is plain `jax.numpy`, as `'reference'` is
       everywhere. `'sparse'`, our kernels, and `'cusparselt'` run all of them or raise; `'dense'` packs, decompresses

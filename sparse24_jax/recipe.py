@@ -66,13 +66,19 @@ class Rule:
     policy = dataclasses.replace(self.policy, implementation=None)
     return self.activation is None and policy == DotPolicy()
 
+  def in_dense_phase(self) -> 'Rule':
+    """The rule of the same weights in a dense phase, which lifts the sparsity and not the precision."""
+    policy = dataclasses.replace(self.policy, projection=None, input_grad='dense', weight_grad='dense')
+    return dataclasses.replace(self, policy=policy, activation=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
   """A stretch of training.
 
   Attributes:
-    name: `'sparse'`, where the rules hold, or `'dense'`, where every layer is the plain one and nothing decays.
+    name: `'sparse'`, where the rules hold, or `'dense'`, where nothing is sparse and nothing decays: a layer whose rule
+      has the precision `'fp8'` is a dense one in FP8, every other one the plain one.
     fraction: share of the optimizer steps, in (0, 1].
     attention: which earlier positions a token attends to, for models that can: an `AttentionPattern` for all heads of
       all layers, or a tuple with one entry a layer, each None, a pattern, or a tuple of one a head. None leaves what
@@ -290,6 +296,20 @@ class Recipe:
   def decays(self) -> bool:
     """Whether pruned weights decay: not known to be by a factor of zero."""
     return not isinstance(self.masked_decay, float | int) or self.masked_decay > 0
+
+  def in_dense_phase(self) -> 'Recipe | None':
+    """What its dense phases run: its layers in FP8, dense. None if that is the plain model.
+
+    >>> import sparse24_jax as s24
+    >>> s24.recipes.transposable_srste('.*', masked_decay=6e-5, fp8=True).in_dense_phase().rules
+    (Rule(path='.*', policy=DotPolicy(precision='fp8')),)
+    >>> s24.recipes.transposable_srste('.*', masked_decay=6e-5).in_dense_phase() is None
+    True
+    """
+    rules = tuple(rule.in_dense_phase() for rule in self.rules)
+    if all(rule.is_plain for rule in rules):
+      return None
+    return dataclasses.replace(self, rules=rules, masked_decay=0.0, phases=(Phase('dense', 1.0),))
 
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""

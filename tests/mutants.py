@@ -172,6 +172,8 @@ MUTANTS = _of(
    'integration/check_step_test.py', 'lines_of_their_calls'),
   ('a dense step without a search reads no masks', 'optim/sparse_training.py', 'searches = not rests or',
    'searches = True or', 'integration/dense_phase_test.py', 'that_of_dense'),
+  ('a dense phase keeps layers in FP8', 'recipe.py', 'if all(rule.is_plain for rule in rules):', 'if True:',
+   'integration/dense_phase_fp8_test.py', 'dense_ones_in_fp8'),
   ('swapped arguments are told', 'binding/tracing.py', 'any(_holds_weights(recipe, other) for other in args)', 'False',
    'binding/check_test.py', 'another_order'),
   ('a missing argument is told', 'recipes/_registry.py', 'if name not in (*list(known)',

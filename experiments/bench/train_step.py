@@ -87,9 +87,12 @@ def _record(
     refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
     amortised_ms=round(amortised, 4), tokens_per_s=speed(amortised), baselines=rows,
     speedup=_bench.speedup(rows, amortised),
-    # For a whole run, whose other phases are dense.
+    # For a whole run, whose other phases are dense; of dense steps in FP8 no time is known.
     sparse_share=round(share, 4),
-    run_speedup={t: round(1 / (1 - share + share * amortised / row['median_ms']), 4) for t, row in rows.items()},
+    run_speedup={
+      t: round(1 / (1 - share + share * amortised / row['median_ms']), 4)
+      for t, row in rows.items() if share == 1 or twins.recipe.in_dense_phase() is None
+    },
     sparse_calls=hlo.sparse_calls(twins.compiled['sparse'].as_text(), tokens=summed),
   )  # fmt: skip
 

@@ -137,6 +137,11 @@ class Bound(Recipe):
     weights = tuple(weight for weight in self.weights if weight.path not in paths)
     return dataclasses.replace(self, rules=rules, weights=weights)
 
+  def in_dense_phase(self) -> 'Bound | None':
+    dense = super().in_dense_phase()
+    weights = (dataclasses.replace(weight, rule=weight.rule.in_dense_phase()) for weight in self.weights)
+    return dense and Bound.of(dense, (weight for weight in weights if not weight.rule.is_plain))
+
   @property
   def layouts(self) -> Layouts:
     odd = (weight for weight in self.weights if weight.rule.policy.projection and not weight.layout.is_standard)

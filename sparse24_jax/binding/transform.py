@@ -54,9 +54,12 @@ from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
 def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) -> Callable[..., Any]:
   """`f(params, *args)` as `g(params, variables, key, *args)`, whose matched weights are sparse.
 
-  `variables` are what `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken. `params` may be
-  an nnx model, whose variables change as by a call of `f`.
+  In a dense phase it is `f` by itself or, where rules have layers in FP8, with these dense in FP8. `variables` are what
+  `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken. `params` may be an nnx model, whose
+  variables change as by a call of `f`.
   """
+
+  holds = recipe.in_dense_phase() if phase == 'dense' else recipe
 
   def run(params: Any, variables: Any, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if phase == 'dense':
@@ -65,9 +68,11 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
           "phase: the function was made for phase 'dense', and is given sparse states: give sparse_variables the same"
           ' phase'
         )
+      variables = {}
+    if holds is None:
       return f(params, *args, **kwargs)
     model = functional(params, f, args, kwargs)
-    return model.finish(run_sparse(recipe, model.function, model.params, variables, key, *model.rest, *args, **kwargs))
+    return model.finish(run_sparse(holds, model.function, model.params, variables, key, *model.rest, *args, **kwargs))
 
   @functools.wraps(f)
   def sparse(params: Any, variables: Any = _Absent, key: Any = _Absent, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ The wrapper shares its scope with the model, so the parameter tree is the model'
 function of its variables, and puts back what it changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -71,6 +71,8 @@ class SparseModule(nn.Module):
     params, states = collections.pop('params', {}), collections.pop(COLLECTION, {})
     found = dict(leaves_by_path(states, is_leaf=is_state))
     own = {path: state for path, state in found.items() if _of_fingerprint(path) or rule_for(path, self.recipe)}
+    if not any(phase.name == 'sparse' for phase in self.recipe.phases):
+      _refuse(own)
     # A part that is sparse by itself, or that calls `sparse24_jax.dot`, finds what is its own.
     if others := {path: state for path, state in found.items() if path not in own}:
       collections[COLLECTION] = nested(others)
@@ -112,7 +114,12 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def of_dense_phase(model: nn.Module, recipe: Recipe) -> nn.Module:
-  """The plain model, which refuses the states of a sparse phase: it would pass over them, and stay dense."""
+  """The model of a dense phase, which refuses the states of a sparse one: it would pass over them, and stay dense.
+
+  The plain model, but for layers in FP8.
+  """
+  if dense := recipe.in_dense_phase():
+    return SparseModule(model, dense)
   if model.parent is not None:  # a part of a model, which is not applied
     return model
   return _dense(type(model), tuple(rule for rule in recipe.rules if not rule.is_plain))(**_fields(model))
@@ -122,23 +129,17 @@ def of_dense_phase(model: nn.Module, recipe: Recipe) -> nn.Module:
 def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
   """The class of `of_dense_phase`: of the same name, and its models are equal to the plain ones."""
 
-  def refuse(variables: Any) -> None:
+  def refuse_states(variables: Any) -> None:
     states = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
-    found = leaves_by_path(states, is_leaf=is_state)
     sparse = Recipe('sparse', rules)
-    if given := [path for path, _ in found if not _of_fingerprint(path) and rule_for(path, sparse)]:
-      raise ValueError(
-        f"{listed(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
-        " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"
-        " sparsify(model, recipe, phase='sparse')"
-      )
+    _refuse(path for path, _ in leaves_by_path(states, is_leaf=is_state) if rule_for(path, sparse))
 
   def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse(variables)
+    refuse_states(variables)
     return plain.apply(self, variables, *args, **kwargs)
 
   def bind(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse(variables)
+    refuse_states(variables)
     return plain.bind(self, variables, *args, **kwargs)
 
   own = {
@@ -149,6 +150,15 @@ def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
   }  # fmt: skip
   make: Any = type(plain)
   return make(plain.__name__, (plain,), own)
+
+
+def _refuse(paths: Iterable[str]) -> None:
+  if given := [path for path in paths if not _of_fingerprint(path)]:
+    raise ValueError(
+      f"{listed(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
+      " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"
+      " sparsify(model, recipe, phase='sparse')"
+    )
 
 
 def _again(model: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:

@@ -4,7 +4,7 @@ The copy that `sparsify` makes has the tree of the plain model and, in one attri
 A call runs the plain model as a pure function of its parameters, and puts back what it changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 import functools
 import logging
 from typing import Any
@@ -13,6 +13,7 @@ from flax import nnx
 import jax
 
 from pallas_kernels._dispatch import log_once
+from sparse24_jax.binding.bound import tracked
 from sparse24_jax.binding.origin import spoiled
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.states import weight_states
@@ -33,8 +34,8 @@ from sparse24_jax.rules import leaves_by_path, listed, match_rules, rule_for
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
-  """A copy of `model` whose calls are sparse, or the plain model for a dense phase."""
-  inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and _states_in(module)]
+  """A copy of `model` whose calls are sparse; for a dense phase the plain model, or one with layers in FP8."""
+  inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and _is_altered(module)]
   if inner:
     raise ValueError(
       f'{inner} of the model are sparsified by themselves, and would be dense in it: sparsify the model alone, with the'
@@ -48,8 +49,9 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   params = nnx.state(model, nnx.Param)
   rules, weights = match_rules(params, recipe), dict(leaves_by_path(params))
   if phase == 'dense':
-    setattr(model, ATTRIBUTE, DensePhase())
-    return model
+    dense = recipe.in_dense_phase()
+    setattr(model, ATTRIBUTE, DensePhase(dense))
+    return model if dense is None else _altered(model, tracked(params, dense))
   abstract = [path for path in rules if isinstance(weights[path], jax.ShapeDtypeStruct)]
   if abstract:
     raise ValueError(f'{abstract[0]}: the model is abstract; sparsify it inside nnx.eval_shape')
@@ -66,14 +68,24 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
       ' another optimizer these weights train dense', 'sparse24_jax', logging.WARNING,
     )  # fmt: skip
   states |= weight_states(recipe, new, pack=False)
-  for module in _parts(model, rules):
-    object.__setattr__(module, '__class__', _part(type(module)))
   states = {path: states[path] for path in rules if path in states}
   made_of = {path: of for path, of in made_of.items() if path in known}
   made_of |= fingerprints({path: (policy.projection, w) for path, (policy, w, _) in new.items()})
   setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, fits, _streams(rngs)))
-  object.__setattr__(model, '__class__', _whole(plain_class(type(model)) or type(model)))
+  return _altered(model, rules)
+
+
+def _altered(model: nnx.Module, paths: Collection[str]) -> nnx.Module:
+  """The model, with classes whose calls follow the recipe that it holds, for the weights at `paths`."""
+  for module in _parts(model, paths):
+    object.__setattr__(module, '__class__', _part(type(module)))
+  object.__setattr__(model, '__class__', _whole(type(model)))
   return model
+
+
+def _is_altered(model: nnx.Module) -> bool:
+  """Whether a model was sparsified by itself, and does not run as the plain one."""
+  return getattr(getattr(model, ATTRIBUTE, None), 'recipe', None) is not None
 
 
 def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
@@ -109,7 +121,7 @@ def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:
   return {path: WeightState.mapped(projection_state, state) for path, state in same.items()}
 
 
-def _parts(model: nnx.Module, paths: Mapping[str, Any]) -> list[nnx.Module]:
+def _parts(model: nnx.Module, paths: Collection[str]) -> list[nnx.Module]:
   """The modules below the model that hold a matched weight, or have one that does below them; no containers."""
 
   def variables(module: nnx.Module) -> set[int]:
@@ -158,8 +170,8 @@ def _part(plain: type) -> type:
       if not computes(name, args, kwargs):
         return method(self, *args, **kwargs)
       raise ValueError(
-        f'{plain.__name__}.{name} of a sparsified model was called from outside the model, where its weights would be'
-        ' dense: call the model, or a method of it that calls this part; or sparsify the part by itself'
+        f'{plain.__name__}.{name} of a sparsified model was called from outside the model, where no rule would hold for'
+        ' its weights: call the model, or a method of it that calls this part; or sparsify the part by itself'
       )
 
     return run

@@ -63,7 +63,9 @@ class FingerprintVariable(SparseVariable):
 
 
 class DensePhase(nnx.Module):
-  """What the plain model of a dense phase has in the place of `Sparse`, and what `sparse_variables` gives for it.
+  """What the model of a dense phase has in the place of `Sparse`, and what `sparse_variables` gives for it.
+
+  It holds no variables: no state is read, and nothing is sampled. With a `recipe` some layers are in FP8.
 
   `nnx.update` sets an item of this where it is brought in: here it is there already, and `Sparse` refuses it. So both
   kinds of model see, as they are traced, that they are given what belongs to the other phase.
@@ -71,12 +73,19 @@ class DensePhase(nnx.Module):
 
   MARK = 'phase'
 
-  def __init__(self):
-    self.phase = 'dense'
+  def __init__(self, recipe: Recipe | None = None):
+    self.phase, self.recipe = 'dense', recipe
 
   def items(self) -> tuple[tuple[str, str], ...]:
     """Items like those of an `nnx.State`."""
     return ((self.MARK, self.phase),)
+
+  def draw(self) -> None:
+    """No key, as `Sparse.draw` where none is needed."""
+
+  def states_of(self, params: Any) -> tuple[dict[str, Any], None]:
+    """No states, and nothing to find out about them, as `Sparse.states_of`."""
+    return {}, None
 
   def __setattr__(self, name: str, value: Any) -> None:
     if name in ('states', 'made_of'):

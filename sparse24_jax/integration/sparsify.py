@@ -57,15 +57,17 @@ def sparsify(
 
   The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
   where they differ, a part of the recipe goes on or stops. A model and a function refuse the variables of the other
-  phase.
+  phase. A dense phase lifts the sparsity, not the precision: layers whose rule says `'fp8'` are dense ones in FP8, in
+  an evaluation too. To evaluate in the precision of the model call the plain model.
 
   Args:
     model: a `flax.linen.Module`, a `flax.nnx.Module`, or a function whose first argument is a tree of parameters or a
       `flax.nnx.Module`; a module that `sparsify` made is fine too.
     recipe: its rules select layers by the path of their kernel in `model`, also where that is a part of a larger model.
     phase: `'dense'` gives the plain model, of linen one whose `apply` and `bind` refuse sparse states, of nnx a copy
-      with a mark, and no variables, in its attribute `sparse24`; None is the recipe's first, which one that begins
-      dense, to be sparse later, must say.
+      with a mark, and no variables, in its attribute `sparse24`. If rules have layers in FP8, these are dense in FP8,
+      by a linen model that is wrapped as in a sparse phase and an nnx model whose calls are traced; no states and no
+      keys are needed. None is the recipe's first, which one that begins dense, to be sparse later, must say.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:

@@ -27,8 +27,8 @@ def transposable_srste(
       to zero. It depends on the model and the length of the run: 2e-5 (GPT-2 124M, 1,600 steps) to 6e-3 (0.1 M
       parameters, 4,000 steps) served so far, and 6e-5 (124M) to 2e-4 (350M) in the released runs of 300,000 steps.
       `tune_masked_decay` finds it.
-    fp8: round the operands of the three matmuls to FP8, as `s_ste` does; here the input gradient too is sparse. Ours:
-      the paper trains in 16 bits.
+    fp8: round the operands of the three matmuls to FP8, as `s_ste` does; here the input gradient too is sparse. The
+      dense end is in FP8 too. Ours: the paper trains in 16 bits.
     refresh_every: optimizer steps between mask searches; values are followed at every step.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse.
     weight_grad: `'dense'` takes weight gradients from all of the output gradient, not from an MVUE sample, as

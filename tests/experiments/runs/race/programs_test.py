@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from unittest import mock
 
@@ -46,6 +47,15 @@ class ProgramsTest(absltest.TestCase):
       draws = self.assertRaisesRegex(ValueError, 'mvue')
       with self.subTest(name), contextlib.nullcontext() if name in unsampled else draws:
         jax.eval_shape(jax.grad(loss), made.shapes.params, made.shapes.opt_state)
+
+  def test_fp8_lasts_to_the_end(self):
+    for name in ('fst_fp8_all', 'fst'):
+      made, _ = self.made(name)
+      step, arguments = made.step_of('dense', False)
+      trained = str(jax.make_jaxpr(step)(*arguments))
+      evaluated = str(jax.make_jaxpr(functools.partial(made._evaluate, 'dense'))(*arguments[:2], made.held_out))
+      # The largest numbers of e5m2 and e4m3.
+      self.assertEqual(('57344.0' in trained, '448.0' in evaluated), (name == 'fst_fp8_all',) * 2)
 
   def test_a_burst_of_the_clock_has_its_share_of_searches(self):
     for name, contender in contenders.CONTENDERS.items():
