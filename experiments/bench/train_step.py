@@ -14,6 +14,7 @@ from experiments.bench import hlo, measure, trace
 from experiments.bench.twins import activations, CASES, recipe_of, RECIPES, Twins
 from experiments.runs.models import layers
 from pallas_kernels import _bench
+from sparse24_jax.recipe import Recipe
 
 MODULE = 'experiments.bench.train_step'
 
@@ -53,6 +54,22 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -
   return _record(twins, options, head, rows, refresh) | dict(profile=profile, headline=not options.tiny)
 
 
+def share_of_sparse(recipe: Recipe) -> float:
+  """The share of the steps that are sparse."""
+  return sum(phase.fraction for phase in recipe.phases if phase.name == 'sparse')
+
+
+def run_speedup(recipe: Recipe, ms: float, rows: Mapping[str, Any]) -> dict[str, float]:
+  """How many times faster than each twin a whole run is, with sparse steps of `ms` and the dense steps of the twin.
+
+  Nothing where these are in FP8, as no twin is.
+  """
+  share = share_of_sparse(recipe)
+  if share < 1 and recipe.in_dense_phase() is not None:
+    return {}
+  return {name: round(1 / (1 - share + share * ms / row['median_ms']), 4) for name, row in rows.items()}
+
+
 def _record(
   twins: Twins, options: Any, head: Mapping[str, Any], rows: dict[str, Any], refresh: Mapping[str, list[float]]
 ) -> dict[str, Any]:
@@ -67,7 +84,6 @@ def _record(
 
   for row in rows.values():
     row['tokens_per_s'] = speed(row['median_ms'])
-  share = sum(phase.fraction for phase in twins.recipe.phases if phase.name == 'sparse')
   policy, summed = activations(twins.recipe), twins.tokens_a_step
   pattern = {}
   if policy:  # of each group of tokens four are packed as 2:4
@@ -87,12 +103,8 @@ def _record(
     refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
     amortised_ms=round(amortised, 4), tokens_per_s=speed(amortised), baselines=rows,
     speedup=_bench.speedup(rows, amortised),
-    # For a whole run, whose other phases are dense; of dense steps in FP8 no time is known.
-    sparse_share=round(share, 4),
-    run_speedup={
-      t: round(1 / (1 - share + share * amortised / row['median_ms']), 4)
-      for t, row in rows.items() if share == 1 or twins.recipe.in_dense_phase() is None
-    },
+    sparse_share=round(share_of_sparse(twins.recipe), 4),
+    run_speedup=run_speedup(twins.recipe, amortised, rows),
     sparse_calls=hlo.sparse_calls(twins.compiled['sparse'].as_text(), tokens=summed),
   )  # fmt: skip
 
