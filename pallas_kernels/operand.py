@@ -1,15 +1,16 @@
-"""The sparse operand as the tensor cores read it: kept values K-major, positions in the register order of sparse wgmma.
+"""The sparse operand as the tensor cores read it: kept values K-major, metadata in the register order of sparse wgmma.
 
-`wgmma.mma_async.sp` takes the positions of its 64 rows from one 32-bit register of each thread of the warpgroup. With
-thread = 32 w + 4 g + t, a word covers rows 16 w + g and 16 w + g + 8 of the tile and 64 entries along K:
+`wgmma.mma_async.sp` takes the metadata of its 64 rows, the positions of their values, from one 32-bit register of each
+thread of the warpgroup. With thread = 32 w + 4 g + t, a register covers rows 16 w + g and 16 w + g + 8 of the tile and
+64 entries along K:
 
-* 16-bit values: two instructions of k32; the selector takes the words of t = 0, 1 for the first and t = 2, 3 for the
-  second. Within a pair the even thread describes k 0..15 and the odd one k 16..31; the low half-word is row g, the
-  high one row g + 8.
+* 16-bit values: two instructions of k32; the selector takes the registers of t = 0, 1 for the first and t = 2, 3 for
+  the second. Within a pair the even thread describes k 0..15 and the odd one k 16..31; the low half is row g, the high
+  one row g + 8.
 * 8-bit values: one instruction of k64; all four t take part, t & 1 picks the row and t >> 1 the half of K.
 
 Stored as uint32 [M/64, K/64, 128], thread last, a 64 x 64 tile of A is 512 contiguous bytes: any tile height is one TMA
-box, and each thread loads its word without bank conflicts or shuffles. The order depends on the width of the values
+box, and each thread loads its 32 bits without bank conflicts or shuffles. The order depends on the width of the values
 alone, not on a kernel's tile sizes, so an operand serves every configuration.
 """
 
@@ -57,7 +58,7 @@ class SparseOperand:
 
 
 def check_layout(a: SparseOperand, name: str = 'a', layout: str = REGISTER_ORDER) -> None:
-  """ValueError unless the words of `a` are in the order that the caller reads: another would give wrong numbers.
+  """ValueError unless the metadata of `a` is in the order that the caller reads: another would give wrong numbers.
 
   Args:
     a: what is read.
@@ -121,21 +122,21 @@ def from_operand(operand: SparseOperand) -> formats.Compressed24:
   return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles.astype(jnp.uint8), -1), -1)
 
 
-def _nibbles(words: Any, shape: tuple[int, ...], width: int) -> Any:
-  """A nibble a group of a matrix [..., M, K], from NumPy's words or JAX's."""
+def _nibbles(metadata: Any, shape: tuple[int, ...], width: int) -> Any:
+  """A nibble a group of a matrix [..., M, K], from NumPy's metadata or JAX's."""
   *batch, m, k = shape
   tiles_m, tiles_k, _ = metadata_shape(m, k)
   b = len(batch)
-  nibbles = unpack_metadata(words.reshape(-1, 128), width)  # [tiles, 64, 16]
+  nibbles = unpack_metadata(metadata.reshape(-1, 128), width)  # [tiles, 64, 16]
   nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
   nibbles = nibbles.transpose(*range(b), b, b + 2, b + 1, b + 3).reshape(*batch, 64 * tiles_m, 16 * tiles_k)
   return nibbles[..., :m, : k // 4]
 
 
 def check_operand(a: SparseOperand, name: str = 'a') -> None:
-  """Refuses words that do not fit the values, and concrete ones that name no pair of positions.
+  """Refuses metadata that does not fit the values, and where it is concrete, that names no pair of positions.
 
-  Words in a trace are left alone: only a packer makes them, and its steps are not to get longer.
+  In a trace its entries are left alone: only a packer makes them, and its steps are not to get longer.
 
   Raises:
     ValueError: naming the field and the first group.
@@ -153,11 +154,11 @@ def check_operand(a: SparseOperand, name: str = 'a') -> None:
   if isinstance(a.metadata, jax.core.Tracer):
     return
 
-  def legal(words):
-    return formats.is_pair(_nibbles(words, a.shape, _width(a.dtype)))
+  def legal(metadata):
+    return formats.is_pair(_nibbles(metadata, a.shape, _width(a.dtype)))
 
-  def message(words, where):
-    found = int(_nibbles(words, a.shape, _width(a.dtype))[where])
+  def message(metadata, where):
+    found = int(_nibbles(metadata, a.shape, _width(a.dtype))[where])
     return (
       f'{name}.metadata names positions {found & 3} and {found >> 2} in group {where}; accepted are two of 0 to 3, the'
       ' lower one first'
@@ -194,15 +195,15 @@ def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOp
   return first, second
 
 
-def unpack_metadata(words: Any, width: int) -> Any:
-  """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
+def unpack_metadata(metadata: Any, width: int) -> Any:
+  """uint32 [tiles, 128] of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
 
-  The words may be NumPy's or JAX's.
+  The arrays may be NumPy's or JAX's.
   """
-  tiles = words.shape[0]
-  x = words.reshape(tiles, 4, 8, 2, 2)  # warp, g, t >> 1, t & 1
+  tiles = metadata.shape[0]
+  x = metadata.reshape(tiles, 4, 8, 2, 2)  # warp, g, t >> 1, t & 1
   # Made in the trace: constants do not pass where a mesh may divide arrays.
-  shifts = 4 * (np if isinstance(words, np.ndarray) else jnp).arange(8, dtype=np.uint32)
+  shifts = 4 * (np if isinstance(metadata, np.ndarray) else jnp).arange(8, dtype=np.uint32)
   x = (x[..., None] >> shifts.reshape(1, 1, 1, 1, 1, 8)) & np.uint32(15)
   if width == 2:
     x = x.reshape(tiles, 4, 8, 2, 2, 2, 4)  # warp, g, selector, pair, row half, group

@@ -97,9 +97,9 @@ class SparseVNM(Reference):
     # Any neurons fill the width up to what dense matmuls do well.
     neurons = jnp.pad(dense, (0, -dense.shape[0] % _DENSE_TILE))
     columns = take_columns(_operand(a), neurons, implementation=self.plan.pass_backends)
-    product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    product = product[: dense.shape[0]].astype(d.dtype)
-    d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
+    rows = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    rows = rows[: dense.shape[0]].astype(d.dtype)
+    d = d.at[dense].set(rows, unique_indices=True, mode='promise_in_bounds')
     return jax.lax.optimization_barrier(d)  # before the caller's transposition: rows again
 
 

@@ -4,9 +4,9 @@ Mosaic GPU emits dense wgmma only, so these blocks write the PTX themselves. Eac
 and references; `standins` are the same functions in jnp, for interpret mode on a CPU.
 
 The hazard that shapes this file: a sparse wgmma reads its metadata register while it runs, asynchronously, and ptxas
-does not know. After the issue the register looks dead, so ptxas loads the next step's word into it while the tensor
-core still reads, and products use the next step's positions. Either the group is drained before the next load
-(`delay=0`), or the words are carried to the wait that completes their group and used there by an instruction that can
+does not know. After the issue the register looks dead, so ptxas loads the next step's metadata into it while the tensor
+core still reads, which then multiplies by the next step's positions. Either the group is drained before the next load
+(`delay=0`), or the metadata is carried to the wait that completes their group and used there by an instruction that can
 neither be dropped nor branch (`delay=1`); see `_keep_alive`.
 """
 

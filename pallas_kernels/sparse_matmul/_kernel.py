@@ -71,27 +71,27 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=readers, num_barriers=stages)
     if c.cluster > 1 else plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
   )
+  # In the order in which it lies in shared memory: another one is another kernel.
   scratch = dict(
     a_smem=plgpu.SMEM((stages, tile_m, c.bk // 2), p.a_dtype, transforms=wgmma_sp.transforms(a_swizzle, shape.width)),
     b_smem=plgpu.SMEM(
       (stages, *b_block), p.b_dtype, transforms=wgmma_sp.transforms(b_swizzle, p.b_dtype.itemsize)
     ),
+    empty=empty,
+    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    # Metadata. Pallas lays shared memory out in the order of these names, so that another one is another kernel.
-    words_smem=plgpu.SMEM((stages, *metadata_tile, 128), jnp.uint32),
-    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-    empty=empty,
     **(dict(
-      sums_smem=plgpu.SMEM((c.rows * c.bn,), jnp.float32), sums_there=plgpu.Barrier(num_arrivals=1),
-      sums_taken=plgpu.Barrier(num_arrivals=1),
+      sums_smem=plgpu.SMEM((c.rows * c.bn,), jnp.float32), sums_taken=plgpu.Barrier(num_arrivals=1),
+      sums_there=plgpu.Barrier(num_arrivals=1),
     ) if by_steps else {}),
+    metadata_smem=plgpu.SMEM((stages, *metadata_tile, 128), jnp.uint32),
   )  # fmt: skip
   # setmaxnreg, in steps of 8: three warpgroups start with 168 registers a thread, and whoever asks for more than the
   # others gave back waits for ever. The producer issues copies and little else; with 56 for it the consumers spill one
-  # register when the last wave is split, and eight words of positions, those of two steps of a wide tile in 8 bits, fit
-  # beside the accumulators with 24 only.
+  # register when the last wave is split, and eight registers of metadata, those of two steps of a wide tile in 8 bits,
+  # fit beside the accumulators with 24 only.
   producer_registers = 24 if shape.tiles * shape.metadata_words * (1 + c.delay) > 4 else 40
   consumer_registers = min(240, (3 * 168 - producer_registers) // CONSUMERS // 8 * 8)
 
@@ -104,7 +104,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     column_scale = vectors.pop(0) if p.column_scale else None
     flags: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((consumers,))) if splits else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
+    def scope(a_smem, b_smem, out_smem, metadata_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
       warpgroup, rank, cluster = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
       # Every whole tile has work; pieces may be empty.
       turns = work.turns if splits else lax.div(jnp.int32(work.tiles + work.clusters - 1) - cluster, work.clusters)
@@ -137,7 +137,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
             copy_a = functools.partial(copy, collective_axes=shared_a)
             copy_a(values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (c.bk // 2), c.bk // 2)], a_smem.at[slot])
-            copy_a(metadata.at[row_tiles, pl.ds(k * metadata_tile[1], metadata_tile[1])], words_smem.at[slot])
+            copy_a(metadata.at[row_tiles, pl.ds(k * metadata_tile[1], metadata_tile[1])], metadata_smem.at[slot])
             columns, ks = pl.ds(ni * c.bn, c.bn), pl.ds(k * c.bk, c.bk)
             copy(
               b.at[columns, ks] if p.b_layout == 'nk' else b.at[ks, columns], b_smem.at[slot],
@@ -165,7 +165,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             accumulator, held = carry
             slot = lax.rem(at, stages)
             plgpu.barrier_wait(full.at[slot])
-            now = ops.load_metadata(words_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
+            now = ops.load_metadata(metadata_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
             accumulator = ops.step(
               accumulator, now, held, a_smem.at[slot, pl.ds(part * c.rows, c.rows)], b_smem.at[slot]
             )
@@ -253,7 +253,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
         lax.fori_loop(0, turns, multiply, jnp.int32(0))
 
-    pl.run_scoped(scope, **scratch, collective_axes='warpgroup')
+    # By position: of named arguments Pallas would lay out shared memory in the order of their names.
+    pl.run_scoped(
+      lambda *refs: scope(**dict(zip(scratch, refs, strict=True))), *scratch.values(), collective_axes='warpgroup'
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)

@@ -78,7 +78,7 @@ jax.tree_util.register_dataclass(Inputs, ['a', 'a_dense', 'b'], [])
 
 
 def expected(p: mosaic_gpu.Problem, a_dense: Array, b: Array) -> Array:
-  """The product of exact terms summed in float32, by XLA.
+  """The matmul of exact terms summed in float32, by XLA.
 
   16-bit operands go in as they are, since their products are exact in float32; 8-bit ones, whose own GEMMs sum with
   fewer bits, as bfloat16, which holds their values.

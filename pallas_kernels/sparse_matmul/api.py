@@ -152,7 +152,7 @@ def _on_a_part(shard: _partitioning.Shard, b: Array, a: Any, vectors: Vectors, *
   of_parts = dataclasses.replace(call, activation=None, keep_preactivation=False)
   d = shard.sum(run(vectors._replace(bias=None), call=of_parts), 'k')
   left = Vectors(vectors.bias)
-  if call.is_product(left):
+  if call.is_plain(left):
     return d
   return reference.results((d if call.out_layout == 'mn' else d.T).astype(jnp.float32), left, call)
 

@@ -44,6 +44,6 @@ class Call:
     (m, k), n = a.shape, b.shape[0 if self.b_layout == 'nk' else 1]
     return m, n, k
 
-  def is_product(self, vectors: Vectors) -> bool:
+  def is_plain(self, vectors: Vectors) -> bool:
     """Whether D is A . B, and nothing follows."""
     return self.activation is None and all(x is None for x in vectors)

@@ -121,7 +121,7 @@ def sparse_matmul(
   a = operand.rows_first(a) if isinstance(a, formats.Compressed24) else a
   layouts = dict(b_layout=call.b_layout, out_layout=call.out_layout)
   config = config or tuned_config(*call.sizes(a, b), a.dtype, call.out_dtype, **layouts, device=device) or Config()
-  alone = call.is_product(vectors)
+  alone = call.is_plain(vectors)
   stored = call.out_dtype if alone or a.dtype.itemsize == 2 else jnp.dtype('float32')
   d = matmul(
     a if isinstance(a, CusparseltOperand) else prepare(a, device=device), b, stored, **layouts, config=config

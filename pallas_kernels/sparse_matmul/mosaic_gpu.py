@@ -1,7 +1,7 @@
 """Sparse matmul for Hopper (sm_90a): a persistent, warp-specialised kernel around `wgmma.mma_async.sp` (`_kernel`).
 
 This is its back end: which calls it takes, how operands are padded for it, which settings it runs with. Tiles of
-256 x 192 read fewer bytes a product than those of 128 x 256. The last wave may be split (`_schedule`). Settings
+256 x 192 read fewer bytes a multiplication than those of 128 x 256. The last wave may be split (`_schedule`). Settings
 are chosen by measurement (`Config`, `pallas_kernels/tuned`) or, where nothing was measured, by prediction (`_predict`).
 `pallas_kernels/README.md` says what bounds the kernel, and has the log.
 """

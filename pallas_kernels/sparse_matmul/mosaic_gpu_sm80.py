@@ -2,7 +2,7 @@
 
 One warpgroup a CTA computes 128 x 64 entries; Pallas' pipeline brings the tiles to shared memory, by cp.async on 8.x
 and by TMA on 9.0. The instruction (m16n8k32) takes the compressed A as a dense m16n8k16 takes its A, B as those of two
-such matmuls, and the positions in the word order of `operand.py`: a warp's rows are the wgmma's. So one operand serves
+such matmuls, and the metadata in the order of `operand.py`: a warp's rows are the wgmma's. So one operand serves
 both kernels.
 
 Kept simple: sizes are padded to whole tiles and N-major B is transposed beforehand, both with a copy; scales, bias,
@@ -169,7 +169,7 @@ def sparse_matmul(
   m, n, k = call.sizes(a, b)
   b = b if call.b_layout == 'nk' else b.T
   whole_m, whole_n, whole_k = (ceil(size, tile) * tile for size, tile in ((m, config.bm), (n, config.bn), (k, _BK)))
-  inner = call.out_dtype if call.is_product(vectors) else jnp.dtype('float32')
+  inner = call.out_dtype if call.is_plain(vectors) else jnp.dtype('float32')
   run = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
   d = run(
     operand.pad_to(a.values, (whole_m, whole_k // 2)),

@@ -7,7 +7,7 @@ transposed stores, which the compiler stages through shared memory.
 A row of four entries is held as their bits, each in a uint32, or in words, the first entry lowest: one word of float8,
 two of 16-bit entries, four of float32. What is made of words goes by their number.
 
-Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operand's words (see
+Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operand's metadata (see
 `pallas_kernels.operand`).
 """
 

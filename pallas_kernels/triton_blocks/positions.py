@@ -1,4 +1,4 @@
-"""Positions of the values that blocks keep: from codes to nibbles, and stored as the words of an operand.
+"""Positions of the values that blocks keep: from codes to nibbles, and stored as the metadata of an operand.
 
 This is the order of `arch.REGISTER_ORDER`, see `operand.py`.
 """
@@ -85,9 +85,9 @@ def _choose_bytes(group, nibbles, at: tl.constexpr):
   return low | high << 8
 
 
-# A word joins the metadata of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks of a
-# 64 x 64 tile are just the 512 bytes of its words, so the blocks' nibbles are first laid down there, in an order that
-# puts the eight side by side, and exchanged in place between two barriers. Reductions across threads took twice the
+# 32 bits of metadata join nibbles of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks
+# of a 64 x 64 tile are just the 512 bytes of its metadata. So the blocks' nibbles are first laid down there, where the
+# eight lie side by side, and exchanged in place between two barriers. Reductions across threads took twice the
 # instructions.
 
 
@@ -125,7 +125,7 @@ def scatter_nibbles(
 @triton.jit
 def gather_metadata(metadata, tile_shape: tl.constexpr, place, rows: tl.constexpr, columns: tl.constexpr,
                     transposed: tl.constexpr):  # fmt: skip
-  """This tile's words from the nibbles laid down: (words, where they go, which exist)."""
+  """This tile's metadata from the nibbles laid down: (its 32-bit words, where they go, which exist)."""
   across: tl.constexpr = ((rows if transposed else columns) + 63) // 64
   down: tl.constexpr = ((columns if transposed else rows) + 63) // 64
   tiles: tl.constexpr = tile_shape[0] * tile_shape[1] // 256

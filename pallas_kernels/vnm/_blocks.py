@@ -1,6 +1,6 @@
-"""Triton device functions of the V:N:M packers. Entries stay in pairs, two 16-bit ones to a 32-bit word.
+"""Triton device functions of the V:N:M packers. Entries stay in pairs, two 16-bit ones in 32 bits.
 
-A word is never taken apart to be moved: byte permutations (`prmt`) pick two entries out of two words in one
+A pair is never taken apart to be moved: byte permutations (`prmt`) pick two entries out of two pairs in one
 instruction. Which ones is the same for all rows of a block, so the selectors are made once.
 """
 
@@ -174,24 +174,24 @@ def _resorted4(x):
 
 
 @triton.jit
-def pick(words, columns, M: tl.constexpr):
-  """Entries of the four `columns`, in two words, from the M / 2 words of a group; see `selectors`."""
+def pick(pairs, columns, M: tl.constexpr):
+  """Entries of the four `columns`, in two pairs, from the M / 2 pairs of a group; see `selectors`."""
   if M == 4:
-    return words[0], words[1]
+    return pairs[0], pairs[1]
   else:
     first, second = columns
     last: tl.constexpr = M // 2 - 1
-    low = prmt(words[0], words[1], first[0])
-    high = prmt(words[last - 1], words[last], second[0])
+    low = prmt(pairs[0], pairs[1], first[0])
+    high = prmt(pairs[last - 1], pairs[last], second[0])
     for i in tl.static_range(1, M // 2 - 2):
-      low = prmt(low, words[i + 1], first[i])
-      high = prmt(high, words[last - 1 - i], second[i])
+      low = prmt(low, pairs[i + 1], first[i])
+      high = prmt(high, pairs[last - 1 - i], second[i])
     return low, high
 
 
 @triton.jit
 def selectors(c0, c1, c2, c3, M: tl.constexpr):
-  """Byte selectors with which `pick` goes through the words: for columns 0 and 1, upwards from the first two words, for
+  """Byte selectors with which `pick` goes through the pairs: for columns 0 and 1, upwards from the first two pairs, for
   2 and 3, downwards from the last two. Column 0 is never among the last three, column 3 never among the first."""
   last: tl.constexpr = M // 2 - 1
   if M == 4:
@@ -211,16 +211,16 @@ def _start(a, b):
 
 
 @triton.jit
-def _next(a, b, word: tl.constexpr):
-  """Keeps what is there unless the column lies in this word."""
-  low = tl.where((a >> 1) == word, 0x54 + 0x22 * (a & 1), 0x10)
-  high = tl.where((b >> 1) == word, 0x54 + 0x22 * (b & 1), 0x32)
+def _next(a, b, pair: tl.constexpr):
+  """Keeps what is there unless the column lies in this pair."""
+  low = tl.where((a >> 1) == pair, 0x54 + 0x22 * (a & 1), 0x10)
+  high = tl.where((b >> 1) == pair, 0x54 + 0x22 * (b & 1), 0x32)
   return low | high << 8
 
 
 @triton.jit
 def best_two(low, high, SIGNED: tl.constexpr):
-  """The metadata nibble of the two largest magnitudes of four entries in two words; of equals the earlier stay.
+  """The metadata nibble of the two largest magnitudes of four entries in two pairs; of equals the earlier stay.
 
   Each entry becomes its magnitude beside its index, counted backwards; six comparisons leave the best two.
   """
@@ -241,7 +241,7 @@ def best_two(low, high, SIGNED: tl.constexpr):
 
 @triton.jit
 def best_two_of_rows(e0, e1, e2, e3):
-  """`best_two` and `chosen` for four rows of words, along whose halves lie two columns.
+  """`best_two` and `chosen` for four rows of pairs, along whose halves lie two columns.
 
   Both columns at once: with its sign bit set, a magnitude less another keeps that bit where it is not the smaller.
   At most one of three comparisons may be lost.
@@ -290,7 +290,7 @@ def chosen_of_rows(e0, e1, e2, e3, nibbles):
 
 @triton.jit
 def chosen(low, high, nibble):
-  """The two entries that a nibble names, in one word."""
+  """The two entries that a nibble names, as one pair."""
   return prmt(low, high, 0x1010 + 0x22 * ((nibble & 3) | (nibble & 12) << 6))
 
 
@@ -319,32 +319,3 @@ def store_four(to, first, c0, c1, c2, c3, step: tl.constexpr):
   four = tl.join(tl.join(c0, c2), tl.join(c1, c3)).to(tl.int32)
   to = to[:, None, None] + 2 * two[None, :, None] + two[None, None, :]
   tl.store(to, first[:, None, None] + four * step)
-
-
-@triton.jit
-def exchange(words, here, across: tl.constexpr, V: tl.constexpr):
-  """Words of positions from words of eight rows' nibbles, in place, between two barriers.
-
-  A thread has eight rows of a group, even ones in the lower half, and a word of the operand takes a nibble from eight
-  of these. They lie in the words' own 512 bytes, 16 groups to each eight rows.
-  """
-  tl.debug_barrier()
-  n = tl.arange(0, 2 * V)
-  tile = ((here + n // 128) * across + tl.program_id(1)) * 128
-  source = words + tile + n % 128 // 32 * 32 + n % 4 * 4
-  bit = (n // 4 % 2 * 16 + n // 8 % 4 * 4).to(tl.uint32)
-  word = _four_nibbles(source, bit) | _four_nibbles(source + 16, bit) << 16
-  tl.debug_barrier()
-  tl.store(words + tile + n % 128, word)
-
-
-@triton.jit
-def _four_nibbles(source, bit):
-  """The nibbles at `bit` of four neighbouring words, side by side in 16 bits."""
-  quads = source.to(tl.pointer_type(tl.uint64))
-  a = tl.load(quads)
-  b = tl.load(quads + 1)
-  return (
-    ((a.to(tl.uint32) >> bit) & 15) | (((a >> 32).to(tl.uint32) >> bit) & 15) << 4
-    | ((b.to(tl.uint32) >> bit) & 15) << 8 | (((b >> 32).to(tl.uint32) >> bit) & 15) << 12
-  )  # fmt: skip

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm import _words as words
+from pallas_kernels.vnm._metadata import nibbles, paired_rows
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def take_columns(
   place = tl.where(tl.load(at + 1) == column, 1, place)
   place = tl.where(tl.load(at + 2) == column, 2, place)
   place = tl.where(tl.load(at + 3) == column, 3, place)[:, None, None].to(tl.uint32)
-  # Columns first: threads go along them. Rows eight apart share a word.
+  # Columns first: threads go along them. Rows eight apart share their metadata.
   n = tl.arange(0, ROWS // 2)[None, :]
   row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
   tile = row // 64 * (C // M // 16) + group[:, None] // 16
-  word = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
-  nibble = words.nibbles(word, (group % 4 * 4)[:, None])
+  loaded = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
+  nibble = nibbles(loaded, (group % 4 * 4)[:, None])
   row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group[:, None, None])
   entry = tl.where((nibble & 3) == place, pair & 0xFFFF, tl.where(nibble >> 2 == place, pair >> 16, 0))
@@ -61,9 +61,9 @@ def take_columns(
 def _places(metadata, GROUPS: tl.constexpr, ROWS: tl.constexpr):
   """Of a program's `ROWS` rows by 16 groups: rows [1, ROWS / 2, 2], groups [16, 1, 1], and their nibbles."""
   n = tl.arange(0, ROWS // 2)
-  row = words.rows_of_words(ROWS) + tl.program_id(1) * ROWS
+  row = paired_rows(ROWS) + tl.program_id(1) * ROWS
   g = tl.arange(0, 16)
   group = tl.program_id(0) * 16 + g[:, None, None]
   tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (GROUPS // 16) + tl.program_id(0)
-  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4)
-  return row, group, words.nibbles(word, 4 * (g[:, None] % 4))
+  loaded = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4)
+  return row, group, nibbles(loaded, 4 * (g[:, None] % 4))

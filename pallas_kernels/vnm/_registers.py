@@ -37,8 +37,8 @@ def blocks(s: wgmma.Shape) -> wgmma.Blocks:
   )
   def step(ctx, accumulator, metadata, a, *b):
     registers = [ptx.extract(r) for r in accumulator.registers.flat]
-    word_at = ptx.add(ptx.address(metadata), ptx.scaled_thread(4))
-    word = compat.llvm.inline_asm(ptx.i32(), [word_at], 'ld.shared.b32 $0, [$1];', '=r,l', has_side_effects=True)
+    at = ptx.add(ptx.address(metadata), ptx.scaled_thread(4))
+    loaded = compat.llvm.inline_asm(ptx.i32(), [at], 'ld.shared.b32 $0, [$1];', '=r,l', has_side_effects=True)
     lane = _lane_offset(s.a_swizzle)
     values = [_load_fragment(ptx.address(a), lane, 32 * i) for i in range(s.instructions)]
     issue = [_issuer(s, columns, panel) for panel in b]
@@ -46,7 +46,7 @@ def blocks(s: wgmma.Shape) -> wgmma.Blocks:
     for i in range(s.instructions):
       for j in range(panels):
         part = slice(j * per_panel, (j + 1) * per_panel)
-        registers[part] = issue[j](i, registers[part], values[i], word)
+        registers[part] = issue[j](i, registers[part], values[i], loaded)
     ptx.asm('wgmma.commit_group.sync.aligned;')
     # Nothing in flight may read a register that ptxas takes for free.
     ptx.asm('wgmma.wait_group.sync.aligned 0;')
@@ -56,13 +56,13 @@ def blocks(s: wgmma.Shape) -> wgmma.Blocks:
 
 
 def _issuer(s: wgmma.Shape, columns: int, b: Any) -> Any:
-  """(i, accumulators, A's values, word) -> accumulators: issues the i-th instruction along K on a panel of B."""
+  """(i, accumulators, A's values, metadata) -> accumulators: issues the i-th instruction along K on a panel of B."""
   (descriptor, (tiling, strides)), _, fastest = compat.mma_utils.create_descriptor(
     b, swizzle=s.b_swizzle, group_size=(s.bk, columns), logical_k_major=True, mma_bytewidth_k=64
   )
   transpose_b = int(fastest != compat.mma_utils.Dim.K)
   count = columns // 2
-  # Outputs $0.., the same registers again as inputs, then A's values, B's descriptor and the word.
+  # Outputs $0.., the same registers again as inputs, then A's values, B's descriptor and the metadata.
   o = 2 * count
   places = '{' + ','.join(f'${i}' for i in range(count)) + '}'
   a_places = '{' + ','.join(f'${o + i}' for i in range(_FRAGMENT)) + '}'
@@ -70,15 +70,15 @@ def _issuer(s: wgmma.Shape, columns: int, b: Any) -> Any:
   constraints = ','.join(['=f'] * count + [str(i) for i in range(count)] + ['r'] * _FRAGMENT + ['l', 'r'])
   f32 = ptx.f32()
 
-  def issue(i, accumulators, values, word):
-    # One word serves two instructions, by selector.
+  def issue(i, accumulators, values, metadata):
+    # One register of metadata serves two instructions, by selector.
     text = (
       f'wgmma.mma_async.sp.sync.aligned.m64n{columns}k{s.instruction_k}.f32.{types} {places}, {a_places}, '
       f'${o + _FRAGMENT}, ${o + _FRAGMENT + 1}, {i % 2}, 1, 1, 1, {transpose_b};'
     )
     result = compat.llvm.inline_asm(
       compat.llvm.StructType.get_literal([f32] * count),
-      [*accumulators, *values, wgmma.advance(descriptor, wgmma.offset_of(i, tiling, strides)), word],
+      [*accumulators, *values, wgmma.advance(descriptor, wgmma.offset_of(i, tiling, strides)), metadata],
       text, constraints, asm_dialect=0, has_side_effects=True,
     )
     return [compat.llvm.extractvalue(f32, result, [j]) for j in range(count)]

@@ -1,15 +1,15 @@
 """Triton kernels that pack A along its rows; `triton.py` launches them.
 
-A program has a block of V rows by 16 groups of M columns, 64 compact columns, so whole tiles of words, or by 8, half
-tiles. A thread has whole groups of a few rows in its registers, so that the block is read once, and with every row its
-neighbour 8 further down, which shares its word.
+A program has a block of V rows by 16 groups of M columns, 64 compact columns, so whole tiles of metadata, or by 8,
+half tiles. A thread has whole groups of a few rows in its registers, so that the block is read once, and with every row
+its neighbour 8 further down, which shares its metadata.
 """
 
 import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm import _words as words
+from pallas_kernels.vnm._metadata import nibbles, paired_rows
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def pack_rows(
   both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [GROUPS, V / 2]
   both = tl.reshape(both, (GROUPS // 4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
   four = tl.program_id(0) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[:, None]
-  tl.store(metadata + _word(four, C, V, M), tl.sum(both, axis=1))
+  tl.store(metadata + _metadata_places(four, C, V, M), tl.sum(both, axis=1))
 
   member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
   first_column = member * M
@@ -83,7 +83,7 @@ def pack_rows_as(
   columns = (_rows_of(first), _rows_of(second))
 
   g = member[:, None]
-  nibble = words.nibbles(tl.load(metadata + _word(g // 4, C, V, M)), 4 * (g % 4))
+  nibble = nibbles(tl.load(metadata + _metadata_places(g // 4, C, V, M)), 4 * (g % 4))
 
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
   pair = blocks.chosen(low, high, nibble)
@@ -110,14 +110,14 @@ def _uses(pair, nibble):
 
 @triton.jit
 def _places(V: tl.constexpr, GROUPS: tl.constexpr):
-  """`rows_of_words`, and groups [GROUPS, 1, 1]: threads go along these."""
-  row = words.rows_of_words(V)
+  """`paired_rows`, and groups [GROUPS, 1, 1]: threads go along these."""
+  row = paired_rows(V)
   return tl.program_id(1) * V + row, tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None, None]
 
 
 @triton.jit
-def _word(four, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """The places of the block's words, each of a pair of rows and four groups, [len(four), V / 2]."""
+def _metadata_places(four, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """Where the block's metadata lies, 32 bits for a pair of rows and four groups, [len(four), V / 2]."""
   n = tl.arange(0, V // 2)[None, :]
   tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + four // 4
   return tile * 128 + n % 32 * 4 + four % 4
@@ -139,7 +139,7 @@ def _rows_of(x):
 
 @triton.jit
 def _load(x, row, group, C: tl.constexpr, M: tl.constexpr):
-  """The M / 2 words of each group, [GROUPS, V / 2, 2]."""
+  """The M / 2 pairs of each group, [GROUPS, V / 2, 2]."""
   quads = x.to(tl.pointer_type(tl.uint64)) + row * (C // 4) + group * (M // 4)
   if M == 4:
     q = tl.load(quads)
@@ -152,7 +152,7 @@ def _load(x, row, group, C: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _load8(quads):
-  """Four words from 16 contiguous bytes."""
+  """Four pairs from 16 contiguous bytes."""
   a, b = tl.split(tl.load(quads[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]))
   return a.to(tl.uint32), (a >> 32).to(tl.uint32), b.to(tl.uint32), (b >> 32).to(tl.uint32)
 
@@ -206,7 +206,7 @@ def _sums(p, dtype: tl.constexpr, POSITIVE: tl.constexpr):
 
 @triton.jit
 def _both(pair, dtype: tl.constexpr, POSITIVE: tl.constexpr):
-  """Magnitudes [GROUPS, V / 2, 2], rows that share a word added up."""
+  """Magnitudes [GROUPS, V / 2, 2], rows that share their metadata added up."""
   low, high = blocks.widen(pair if POSITIVE else pair & 0x7FFF7FFF, dtype)
   return tl.join(tl.sum(low, axis=2), tl.sum(high, axis=2))
 

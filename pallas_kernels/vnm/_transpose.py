@@ -1,10 +1,10 @@
 """Triton kernels that make the operand of the transpose from a V:N:M operand; `triton.py` launches them.
 
-An operand [R, C] holds two entries of each row and group of M columns, a word, and which: 0.28 times the dense array
+An operand [R, C] holds two entries of each row and group of M columns, a pair, and which: 0.28 times the dense array
 at M = 8. A program of `transpose_pack` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members
 of group g.
 A group's rows are ranked by sums of stored values, so the first pass moves no entry to its place. The second pass makes
-M entries of each row that stays, pairs of columns to a word: two rows of the transpose. Its rows are written in
+M entries of each row that stays, two columns in a pair: two rows of the transpose. Its rows are written in
 runs of 16 groups, which the compiler stages through shared memory. A program of `transpose_pack_24` has groups of four
 neighbouring rows, all of which stay.
 """
@@ -62,7 +62,7 @@ def transpose_pack_as(
   source = values_in.to(tl.pointer_type(tl.uint32))
   group = (tl.program_id(0) * (V // M) + tl.arange(0, V // M))[None, :]
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
-  given = transposed.given_words(metadata, R // M, V, M)
+  given = transposed.given_metadata(metadata, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
   e0 = _entries(source, metadata_in, tables, blocks.load_index(at, R), group, R, C, V, M)
   e1 = _entries(source, metadata_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
@@ -88,7 +88,7 @@ def transpose_pack_24_as(
   values_in, metadata_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """`transpose_pack_24` under a pattern that is given."""
-  given = transposed.given_words(metadata, R // 4, 16 * M, M)
+  given = transposed.given_metadata(metadata, R // 4, 16 * M, M)
   e0 = _neighbours(values_in, metadata_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, metadata_in, tables, 1, R, C, V, M)
   e2 = _neighbours(values_in, metadata_in, tables, 2, R, C, V, M)
@@ -220,7 +220,7 @@ def _two_scores(
 
 @triton.jit
 def _entries(source, metadata, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """All M entries that rows have of groups, in M / 2 words; 16 rows whose numbers go on from a multiple of 16."""
+  """All M entries that rows have of groups, in M / 2 pairs; 16 rows whose numbers go on from a multiple of 16."""
   places = metadata.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
   return _entries_at(source, places, tables, row, group, R, C, V, M, V)
 
@@ -258,14 +258,14 @@ def _shifted(value: tl.constexpr, bits):
 
 @triton.jit
 def _scatter(pair, four, table):
-  """Four columns, in two words, by the low half of `table`."""
+  """Four columns, in two pairs, by the low half of `table`."""
   selector = blocks.prmt(four, four * 0 + 0x44444444, table)
   return blocks.prmt(pair, pair * 0, selector), blocks.prmt(pair, pair * 0, selector >> 16)
 
 
 @triton.jit
 def _four_columns(e0, e1, e2, e3, i: tl.constexpr):
-  """What four columns, words `i` and `i + 1`, store, even and odd ones, and their nibbles in 2 x 8 bits."""
+  """What four columns, pairs `i` and `i + 1`, store, even and odd ones, and their nibbles in 2 x 8 bits."""
   even0, odd0, nibbles0 = blocks.best_two_of_rows(e0[i], e1[i], e2[i], e3[i])
   even1, odd1, nibbles1 = blocks.best_two_of_rows(e0[i + 1], e1[i + 1], e2[i + 1], e3[i + 1])
   return tl.join(even0, even1), tl.join(odd0, odd1), nibbles0 | nibbles1 << 4

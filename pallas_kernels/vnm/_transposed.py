@@ -1,17 +1,17 @@
-"""How Triton kernels read and write the memory of a transposed operand: its values, and its metadata in words."""
+"""How Triton kernels read and write the memory of a transposed operand: its values and its metadata."""
 
 import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm._words import nibble
+from pallas_kernels.vnm._metadata import nibble
 
 
 @triton.jit
-def given_words(metadata, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+def given_metadata(metadata, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """The transpose's metadata for the program's columns, before anything that takes time.
 
-  Four groups of rows share a word, and so do columns eight apart: [16, COLUMNS / 16] for each of eight columns, or
+  32 bits have four groups of rows, of columns eight apart: [16, COLUMNS / 16] for each of eight columns, or
   nibbles for each of the four of a group if M is 4.
   """
   member = tl.arange(0, 16)[:, None]
@@ -23,10 +23,10 @@ def given_words(metadata, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.con
       nibble(metadata, column + 2, group, GROUPS), nibble(metadata, column + 3, group, GROUPS),
     )  # fmt: skip
   else:
-    word = tl.load(metadata + _word_places(GROUPS, COLUMNS))
-    word = tl.broadcast_to(word[:, None, :, :], (4, 4, COLUMNS // 16, 8))
-    word = tl.reshape(word, (16, COLUMNS // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
-    even, odd = tl.split(tl.reshape(word, (16, COLUMNS // 16, 4, 2)))
+    loaded = tl.load(metadata + _metadata_places(GROUPS, COLUMNS))
+    loaded = tl.broadcast_to(loaded[:, None, :, :], (4, 4, COLUMNS // 16, 8))
+    loaded = tl.reshape(loaded, (16, COLUMNS // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
+    even, odd = tl.split(tl.reshape(loaded, (16, COLUMNS // 16, 4, 2)))
     e02, e13 = tl.split(tl.reshape(even, (16, COLUMNS // 16, 2, 2)))
     o02, o13 = tl.split(tl.reshape(odd, (16, COLUMNS // 16, 2, 2)))
     e0, e2 = tl.split(e02)
@@ -67,17 +67,17 @@ def store(values, even, odd, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS:
 def store_metadata(metadata, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
   """The metadata of 16 groups, from nibbles of the lower and the upper eight of every 16 columns, [16, COLUMNS / 16].
 
-  A word has columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
+  32 bits have columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
   """
   pairs = tl.join(blocks.prmt(low, high, 0x5410), blocks.prmt(low, high, 0x7632))[:, :, None, :]
   nibbles = (pairs >> (4 * tl.arange(0, 4))[None, None, :, None].to(tl.uint32)) & 0x000F000F
   nibbles = nibbles << (4 * (tl.arange(0, 16) % 4))[:, None, None, None].to(tl.uint32)
-  tl.store(metadata + _word_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
+  tl.store(metadata + _metadata_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
 
 
 @triton.jit
-def _word_places(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-  """The places of the program's words of the transpose: of four groups, of 16 columns, of columns n and n + 8."""
+def _metadata_places(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+  """Where the program's metadata of the transpose lies: of four groups, of 16 columns, of columns n and n + 8."""
   sixteen = (tl.program_id(0) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16))[None, :, None]
   tile = (sixteen // 4 * (GROUPS // 16) + tl.program_id(1)) * 128
   return tile + sixteen % 4 * 32 + 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[:, None, None]

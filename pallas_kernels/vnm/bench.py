@@ -182,7 +182,7 @@ def _read(spec: PackSpec, args: tuple[Any, ...]) -> int:
   if spec.role == 'columns':
     a, dense = args
     groups = np.unique(np.asarray(dense) // spec.group)
-    # Sectors of 32 bytes with a word that is asked for; a tile of positions has 16 groups of 64 rows.
+    # Sectors of 32 bytes of which something is asked for; a tile of metadata has 16 groups of 64 rows.
     rows = a.shape[0]
     return len(np.unique(groups // 8)) * 32 * rows + len(np.unique(groups // 16)) * 512 * (rows // 64)
   if spec.role == 'transpose_gradient':

@@ -1,7 +1,7 @@
 """V:N:M matmul for Hopper (sm_90a): the sparse matmul with the rows of B gathered by the columns that a block kept.
 
 A tile has the rows of one block of A, so that one index serves it. Three warpgroups a CTA, as in `sparse_matmul`: one
-produces, two consume. A's values and positions come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
+produces, two consume. A's values and metadata come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
 tile's columns or its rows.
 
 Blocks differ in their rows of B, so B cannot be multicast. L2 is faster where SMs of one GPC ask for the same rows at
@@ -92,26 +92,25 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
+  # In the order in which it lies in shared memory: another one is another kernel.
   scratch: dict[str, Any] = dict(
     a_smem=plgpu.SMEM((stages, tile_m, BK // 2), p.dtype, transforms=wgmma_sp.transforms(a_swizzle, 2)),
     b_smem=plgpu.SMEM((stages, c.parts, BK, c.bn), p.dtype, transforms=wgmma_sp.transforms(b_swizzle, 2)),
+    empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    **({'first': plgpu.SMEM((1,), jnp.int32)} if by_gpc else {}),
+    # A's values and metadata by TMA; B's rows arrive at barriers of their own.
+    full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    landed=gather.barriers(stages),
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    # Metadata. Pallas lays shared memory out in the order of these names, so that another one is another kernel.
-    words_smem=plgpu.SMEM((stages, metadata_tile, 1, 128), jnp.uint32),
-    # A and its positions by TMA; B's rows arrive at barriers of their own.
-    full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    landed=gather.barriers(stages),
-    empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    metadata_smem=plgpu.SMEM((stages, metadata_tile, 1, 128), jnp.uint32),
   )
-  if by_gpc:
-    scratch['first'] = plgpu.SMEM((1,), jnp.int32)
 
   def kernel(values, metadata, rows, b, out):
     begun: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))) if by_gpc else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
+    def scope(a_smem, b_smem, out_smem, metadata_smem, full, landed, empty, first=None):
       gather.start(landed)
       warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
       if by_gpc:
@@ -147,7 +146,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
-              metadata.at[pl.ds(mi * metadata_tile, metadata_tile), pl.ds(k, 1)], words_smem.at[slot],
+              metadata.at[pl.ds(mi * metadata_tile, metadata_tile), pl.ds(k, 1)], metadata_smem.at[slot],
               barrier=full.at[slot],
             )
             by_width(ni, lambda bn, ops, gather: gather.copy(
@@ -197,13 +196,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               plgpu.barrier_wait(full.at[slot])
               gather.wait(landed.at[slot], lax.rem(lax.div(at, stages), 2))
               a = a_smem.at[slot, pl.ds(down * c.rows, c.rows)]
-              positions = words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
+              a_metadata = metadata_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
               if in_registers:
                 columns = bn // _registers.panels_of(bn)
                 panels = [b_of(slot, j, columns) for j in range(0, bn, columns)]
-                accumulator, now = ops.step(accumulator, positions, a, *panels), held
+                accumulator, now = ops.step(accumulator, a_metadata, a, *panels), held
               else:
-                now = ops.load_metadata(positions)
+                now = ops.load_metadata(a_metadata)
                 accumulator = ops.step(accumulator, now, held, a, b_of(slot))
               if c.delay:
                 # The wait inside `step` completed the step before.
@@ -237,7 +236,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
         lax.fori_loop(0, turns, multiply, jnp.int32(0))
 
-    pl.run_scoped(scope, **scratch, collective_axes='warpgroup')
+    # By position: of named arguments Pallas would lay out shared memory in the order of their names.
+    pl.run_scoped(
+      lambda *refs: scope(**dict(zip(scratch, refs, strict=True))), *scratch.values(), collective_axes='warpgroup'
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)

@@ -80,7 +80,7 @@ def vnm_pack(
 
 
 def transpose_warps(v: int, m: int) -> int:
-  """Four words of the operand a thread, as one load, or two if M is 16: measured, see LOG.md."""
+  """Four pairs of the operand a thread, as one load, or two if M is 16: measured, see LOG.md."""
   return max(1, v // (8 * min(m, 8)))
 
 
@@ -150,12 +150,12 @@ def _tables(a: VNMOperand, used: Array | None, *, flags: bool) -> Array:
   columns = (rows % a.m).astype(jnp.uint32)
   here = [True] * 4 if used is None else [used[rows[..., i]] for i in range(4)]
   planes = []
-  for word in range(max(1, a.m // 8)):
+  for part in range(max(1, a.m // 8)):
     plane = jnp.uint32(0x44444444)
     for i in range(4):
       column = columns[..., i]
       changed = jnp.uint32(i ^ 4) << 4 * (column % 8)
-      plane = plane ^ jnp.where((column // 8 == word) & here[i], changed, jnp.uint32(0))
+      plane = plane ^ jnp.where((column // 8 == part) & here[i], changed, jnp.uint32(0))
     planes.append(plane)
   if flags:
     bytes_ = [jnp.where(here[i], jnp.uint32(0xFF << 8 * i), jnp.uint32(0)) for i in range(4)]
@@ -176,7 +176,7 @@ def take_columns(a: VNMOperand, columns: Array) -> Array:
   check_groups(a, False)
   r, c = a.shape
   if a.v % _ROWS or r % 64 or c % (_GROUPS * a.m):
-    raise NotImplementedError(f'V in multiples of {_ROWS}, whole tiles of words; found V={a.v} of [{r}, {c}]')
+    raise NotImplementedError(f'V in multiples of {_ROWS}, whole tiles of metadata; found V={a.v} of [{r}, {c}]')
   _check_entries(a)
   count = columns.shape[0]
   if not count:
@@ -200,7 +200,7 @@ def expand(operand: SparseOperand | VNMOperand) -> Array:
   if isinstance(operand, VNMOperand):
     v, m = operand.v, operand.m
     if v % 64 or k % (_GROUPS * m):
-      raise NotImplementedError(f'V in multiples of 64 and whole tiles of words only, found {v}:2:{m} of [{r}, {k}]')
+      raise NotImplementedError(f'V in multiples of 64 and whole tiles of metadata only, found {v}:2:{m} of [{r}, {k}]')
     _check_entries(operand)
     (dense,) = _triton.call(
       _dense.scatter_rows, operand.compact.values, operand.compact.metadata, operand.rows,

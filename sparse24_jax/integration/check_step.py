@@ -95,7 +95,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
-      the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
+      a matmul of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
       update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
       `sparse_training` among the arguments, or no parameters for it, or it keeps no masks in a sparse phase: only
       activations are sparse, or layers in FP8.
@@ -232,7 +232,7 @@ def _problem(trained: Set[Weight], reads: Sequence[Read]) -> str | None:
   if dense and sparse:
     return (
       f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while its'
-      ' optimizer keeps a mask for it. If the first is meant, as a penalty on a product of the weight may be, check the'
+      ' optimizer keeps a mask for it. If the first is meant, as a penalty on a matmul of the weight may be, check the'
       ' step without it'
     )
   if dense:

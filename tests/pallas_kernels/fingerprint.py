@@ -175,7 +175,7 @@ def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
   x = S((N, N), BF16)
   for v, m in ((64, 8), (128, 8), (128, 16), (256, 8)):
     packed = jax.eval_shape(functools.partial(reference.vnm_pack, v=v, m=m), x)[0]
-    turned = jax.eval_shape(functools.partial(reference.transpose_pack, used=None, pattern=None), packed)
+    transposed = jax.eval_shape(functools.partial(reference.transpose_pack, used=None, pattern=None), packed)
     used, squared, name = S((N,), jnp.bool_), dict(v=v, m=m, activation='squared_relu'), f'vnm {v}:{m}'
 
     def of(f, *args, **options):
@@ -192,7 +192,7 @@ def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     pattern_24 = jax.eval_shape(functools.partial(reference.transpose_pack_24, used=None, pattern=None), packed)
     yield f'{name} transposed', of(lambda a, f=transpose_pack: f(a, used=None, pattern=None), packed)
     yield f'{name} transposed used', of(lambda a, u, f=transpose_pack: f(a, used=u, pattern=None), packed, used)
-    yield f'{name} transposed under', of(lambda a, p, f=transpose_pack: f(a, used=None, pattern=p), packed, turned)
+    yield f'{name} transposed under', of(lambda a, p, f=transpose_pack: f(a, used=None, pattern=p), packed, transposed)
     yield f'{name} transposed 2:4', of(lambda a, f=transpose_pack_24: f(a, used=None, pattern=None), packed)
     under_24 = lambda a, p, f=transpose_pack_24: f(a, used=None, pattern=p)  # noqa: E731
     yield f'{name} transposed 2:4 under', of(under_24, packed, pattern_24)

@@ -48,25 +48,25 @@ def kernel(x, y, N: tl.constexpr):
 """
 
 
-def _matmul(values, words, x):
+def _matmul(values, metadata, x):
   return mosaic_gpu.sparse_matmul(
-    operand.SparseOperand(values, words), x, Vectors(), Call(_BF16, 'nk', 'nm')
+    operand.SparseOperand(values, metadata), x, Vectors(), Call(_BF16, 'nk', 'nm')
   )
 
 
-def _vnm(values, words, x):
-  a = VNMOperand(operand.SparseOperand(values, words), jnp.zeros((2, 128), jnp.int32), 8, False)
+def _vnm(values, metadata, x):
+  a = VNMOperand(operand.SparseOperand(values, metadata), jnp.zeros((2, 128), jnp.int32), 8, False)
   return vnm_mosaic_gpu.vnm_matmul(a, x, out_dtype=_BF16, out_layout='mn')
 
 
-def _pack(values, words, x):
-  del values, words
+def _pack(values, metadata, x):
+  del values, metadata
   return jnp.concatenate([pack.soft_threshold_pack(x, jnp.float32(1), axis=-1, dtype=_BF16).operand.values] * 2, 1)
 
 
-def _layers(op, number, values, words, x):
+def _layers(op, number, values, metadata, x):
   for _ in range(number):
-    x = jnp.tanh(op(values, words, x))
+    x = jnp.tanh(op(values, metadata, x))
   return x
 
 
@@ -100,7 +100,7 @@ class OnceTest(parameterized.TestCase):
       with mock.patch.object(module, lower, side_effect=AssertionError('lowered again')):
         self.assertEqual(_lowered(functools.partial(op)), made)
         with self.assertRaisesRegex(AssertionError, 'lowered again'):
-          _lowered(lambda values, words, x: op(values, words, x[:64]))
+          _lowered(lambda values, metadata, x: op(values, metadata, x[:64]))
         kept.write_bytes(b'')
         with self.assertRaisesRegex(AssertionError, 'lowered again'):
           _lowered(functools.partial(op))

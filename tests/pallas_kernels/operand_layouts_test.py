@@ -25,18 +25,18 @@ _CALL = re.compile(r'custom_call @(mosaic_gpu_v2|triton_kernel_call|sparse24_\w+
 _PLAIN = Call(_BF16, 'nk', 'nm')
 
 
-def _sparse_matmul(values, words, b, *, f, **kwargs):
-  return f(operand.SparseOperand(values.T, words), b[::2].T, Vectors(), _PLAIN, **kwargs)
+def _sparse_matmul(values, metadata, b, *, f, **kwargs):
+  return f(operand.SparseOperand(values.T, metadata), b[::2].T, Vectors(), _PLAIN, **kwargs)
 
 
-def _vnm_matmul(values, words, b):
+def _vnm_matmul(values, metadata, b):
   rows = jnp.zeros((2, 128), jnp.int32)
-  a = VNMOperand(operand.SparseOperand(values.T, words), rows, 8, False)
+  a = VNMOperand(operand.SparseOperand(values.T, metadata), rows, 8, False)
   return vnm_mosaic_gpu.vnm_matmul(a, b.T[:, ::2], out_dtype=_BF16, out_layout='mn')
 
 
-def _pack(values, words, b):
-  del words, values
+def _pack(values, metadata, b):
+  del metadata, values
   return pack.soft_threshold_pack(b.T[::2], jnp.float32(1.0), axis=-1, dtype=_BF16).operand
 
 

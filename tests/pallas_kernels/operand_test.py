@@ -16,7 +16,7 @@ def _random(m, k, dtype, seed=0):
   return _compress(w.astype(dtype), keep.reshape(m, k), axis=-1)
 
 
-def _dense_by_thread_map(values, words, width):
+def _dense_by_thread_map(values, metadata, width):
   """Independent oracle: walks tiles, threads and nibbles as the PTX manual's figures draw them."""
   m, half_k = values.shape
   dense = np.zeros((m, 2 * half_k), np.float32)
@@ -27,8 +27,8 @@ def _dense_by_thread_map(values, words, width):
       dense[row, 4 * group + low] = values[row, 2 * group]
       dense[row, 4 * group + high] = values[row, 2 * group + 1]
 
-  for tile_m, tile_k, thread in np.ndindex(words.shape):
-    word = int(words[tile_m, tile_k, thread])
+  for tile_m, tile_k, thread in np.ndindex(metadata.shape):
+    word = int(metadata[tile_m, tile_k, thread])
     warp, lane = divmod(thread, 32)
     g, t = divmod(lane, 4)
     row = 64 * tile_m + 16 * warp + g
@@ -50,7 +50,7 @@ class OperandTest(parameterized.TestCase):
     *((shape, dtype) for shape in ((128, 192), (65, 68)) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn)),
     *(((3, 4), dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)),
   )
-  def test_words_mean_the_matrix(self, shape, dtype):
+  def test_metadata_means_the_matrix(self, shape, dtype):
     c = _random(*shape, dtype)
     found = _to_operand(c)
     self.assertEqual(found.metadata.shape, operand.metadata_shape(*shape))
@@ -60,8 +60,8 @@ class OperandTest(parameterized.TestCase):
 
   @parameterized.parameters(jnp.bfloat16, jnp.float8_e4m3fn)
   def test_every_nibble_is_legal(self, dtype):
-    words = np.asarray(_to_operand(_random(65, 68, dtype)).metadata)
-    nibbles = words[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
+    metadata = np.asarray(_to_operand(_random(65, 68, dtype)).metadata)
+    nibbles = metadata[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
     self.assertTrue(np.all((nibbles & 3) < (nibbles >> 2)))
 
   @parameterized.product(shape=((64, 64), (65, 68), (1, 4)), dtype=(jnp.bfloat16, jnp.float8_e4m3fn))

@@ -25,7 +25,7 @@ TOKENS, D, HIDDEN = 8192, 2048, 8192
 POLICY = s24.ActivationPolicy(s24.VNM(128, 8), s24.VNM(128, 8), dense_features=0.05)
 TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(s24.VNM(128, 8))  # the default
 # What XLA and the host name a launch of a V:N:M matmul.
-PRODUCT = 'mosaic_gpu_v2'
+MATMUL = 'mosaic_gpu_v2'
 
 
 def arguments(lead=()):
@@ -56,7 +56,7 @@ class DefaultTest(parameterized.TestCase):
   def test_same_bits_as_named_kernels(self, policy, lead, times):
     args = arguments(lead)
     default = compiled(policy, args)
-    self.assertEqual((default.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6 * times)
+    self.assertEqual((default.as_text() or '').count(f'custom_call_target="{MATMUL}"'), 6 * times)
     found = default(*args)
     named = compiled(dataclasses.replace(policy, implementation='sparse'), args)(*args)
     jax.tree.map(np.testing.assert_array_equal, named, found)
@@ -86,7 +86,7 @@ class NamedTest(parameterized.TestCase):
     kernels, plain = (
       compiled(dataclasses.replace(policy, implementation=name), [*args, state]) for name in ('sparse', 'reference')
     )
-    self.assertEqual((kernels.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6)
+    self.assertEqual((kernels.as_text() or '').count(f'custom_call_target="{MATMUL}"'), 6)
     found = kernels(*args, state)
     assert_close(found, plain(*args, state), _tuning.TOLERANCE)
     for _ in range(20):

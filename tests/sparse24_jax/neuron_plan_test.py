@@ -102,8 +102,8 @@ class ExpectedTest(parameterized.TestCase):
     pack = round(D * H * 3.125)
     self.assertEqual(sizes['soft_threshold_pack_axis-1'], pack)
     self.assertEqual(sizes['soft_threshold_pack_axis-2'], pack)
-    # In units of h: read 1, 1/4 written twice; the same for dy, with 1/4 read; 1/4 turned twice; columns of a quarter
-    # of the neurons, twice; and both weights expanded, dW1 transposed.
+    # In units of h: read 1, 1/4 written twice; the same for dy, with 1/4 read; 1/4 transposed twice; columns of a
+    # quarter of the neurons, twice; and both weights expanded, dW1 transposed.
     moved = round(T * H * 2 * (1.5 + 1.5 + 1 + 2 * (0.25 + 0.25)) + 2 * pack + 4 * D * H)
     self.assertEqual(sizes[costs.COPY], moved)
     self.assertEqual(seen[-1], (costs.COPY, 5 * T * H * 2))

@@ -12,7 +12,7 @@ from experiments.reports import charts, speed
 
 KINDS = {'GEMM sparse': 2.0, 'GEMM dense': 1.0, 'other': 0.0}
 RECORD = {
-  'bench': 'ffn', 'device': 'Card <1>', 'versions': {'jax': '1'}, 'command': 'python x', 'op': 'ffn',
+  'bench': 'ffn', 'device': 'GPU <1>', 'versions': {'jax': '1'}, 'command': 'python x', 'op': 'ffn',
   'recipe': 'transposable_srste', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16},
   'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}}, 'tflops': 10.0, 'headline': True,
   'sparse_calls': {'forward': 2, 'input_grad': 2, 'weight_grad': 2},

@@ -73,18 +73,18 @@ class QuantizeTest(parameterized.TestCase):
     x[0, :6] = 0, -0.0, np.nan, np.inf, -np.inf, 6e4
     x = np.asarray(jnp.asarray(x).astype(source))
     scale = np.float32(LARGEST[dtype] / 37.7)
-    plain, turned = api.quantize(jnp.asarray(x), jnp.float32(scale), dtype=dtype, transpose='both')
+    plain, transposed = api.quantize(jnp.asarray(x), jnp.float32(scale), dtype=dtype, transpose='both')
     exact = np.clip(x.astype(np.float32) * scale, -LARGEST[dtype], LARGEST[dtype])
     expected = exact.astype(ml_dtypes.float8_e4m3fn if dtype == E4M3 else ml_dtypes.float8_e5m2)
     np.testing.assert_array_equal(np.asarray(plain).view(np.uint8), expected.view(np.uint8))
-    np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), expected.view(np.uint8).T)
+    np.testing.assert_array_equal(np.asarray(transposed).view(np.uint8), expected.view(np.uint8).T)
     self.assertTrue(np.isnan(expected[0, 2].astype(np.float32)))
 
   def test_layouts_agree(self):
     x, scale = gaussian(0, (2, 12, 20)), jnp.array([100.0, 3.0], jnp.float32)
     call = functools.partial(api.quantize, x, scale, dtype=E5M2)
-    plain, turned = call(transpose='both')
-    for found, expected in ((call(), plain), (call(transpose='only'), turned), (turned.swapaxes(1, 2), plain)):
+    plain, transposed = call(transpose='both')
+    for found, expected in ((call(), plain), (call(transpose='only'), transposed), (transposed.swapaxes(1, 2), plain)):
       np.testing.assert_array_equal(np.asarray(found).view(np.uint8), np.asarray(expected).view(np.uint8))
 
   @parameterized.named_parameters(

@@ -171,7 +171,7 @@ class MeshTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-class NoCardTest(absltest.TestCase):
+class NoGpuTest(absltest.TestCase):
   def test_refusal_names_the_gpu(self):
     x = jnp.ones((1, 32, 2, 64), BF16)
     with self.assertRaisesRegex(ValueError, 'compute capability 8.0|cannot be imported'):

@@ -267,9 +267,9 @@ class CompileTest(parameterized.TestCase):
       return jax.jit(f).lower(*structs).compile().as_text()
 
   def test_program_holds_both_calls_with_their_settings(self):
-    def f(values, words, b, bias):
+    def f(values, metadata, b, bias):
       return api.sparse_matmul(
-        operand.SparseOperand(values, words), b, bias=bias, activation='gelu', out_layout='nm',
+        operand.SparseOperand(values, metadata), b, bias=bias, activation='gelu', out_layout='nm',
         implementation='cusparselt',
       )
 

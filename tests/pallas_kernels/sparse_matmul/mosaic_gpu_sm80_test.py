@@ -23,9 +23,9 @@ def _report(target, dtype):
   m, n, k = 500, 300, 260
   s, dtype = targets.struct, jnp.dtype(dtype)
 
-  def f(values, words, b):
+  def f(values, metadata, b):
     return mosaic_gpu_sm80.sparse_matmul(
-      operand.SparseOperand(values, words), b, Vectors(), Call(dtype, 'kn', 'nm', 'gelu'),
+      operand.SparseOperand(values, metadata), b, Vectors(), Call(dtype, 'kn', 'nm', 'gelu'),
       device=targets.target_device(target),
     )
 

@@ -226,7 +226,7 @@ _PROGRAMS = {
     dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8,
   ),
   'float8_drained': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
-  # Twice the words of 16 bits, in registers that the producer does without.
+  # Twice the metadata of 16 bits, in registers that the producer does without.
   'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128), dict(scales=True), 8),
   'float8_split': (
     (3072, 768, 32768), _E4M3, mosaic_gpu.Config(bk=128, split=4, slots=2), dict(scales=True, out_layout='nm'), 8
@@ -273,11 +273,11 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
   args += [s((m,), f32)] if bias else []
   args += [s((m,), f32), s((n,), f32)] if scales else []
 
-  def f(values, words, b, *rest):
+  def f(values, metadata, b, *rest):
     rest = list(rest)
     vectors = Vectors(rest.pop(0) if bias else None, *rest)
     return mosaic_gpu.sparse_matmul(
-      operand.SparseOperand(values, words), b, vectors, call, config=config,
+      operand.SparseOperand(values, metadata), b, vectors, call, config=config,
       device=targets.target_device('sm_90a'),
     )
 
@@ -308,9 +308,9 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), 8)
     self.assertEqual(report.warnings, ())
 
-  # The words of a step: one for 64 rows and 64 entries along K.
+  # Registers of metadata of a step: one for 64 rows and 64 entries along K.
   @parameterized.parameters(('default', 2), ('split', 2), ('odd_steps', 2), ('float8', 4), ('float8_split', 4))
-  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name, words):
+  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name, registers):
     (_, _, k), _, config, *_ = _PROGRAMS[name]
     try:
       sass = compiling.disassemble(_program(name).ptx)
@@ -322,7 +322,7 @@ class CompileTest(parameterized.TestCase):
     self.assertLen(tail, k // config.bk % 2)
     # The loop goes from the second group to the first, or on to the odd step.
     for before, after in ((first, second), (second, first), *((second, t) for t in tail)):
-      self.assertLen(after, words)
+      self.assertLen(after, registers)
       self.assertFalse(before & after)
 
 

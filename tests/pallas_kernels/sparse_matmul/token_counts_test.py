@@ -25,7 +25,7 @@ _IN, _OUT = 68, 40
 _BF16 = jnp.dtype('bfloat16')
 _HOPPER, _AMPERE = targets.target_device('sm_90a'), targets.target_device('sm_80')
 _BACKENDS = (mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE), (cusparselt, _AMPERE)
-_decode = jax.jit(lambda values, words: formats.decompress(operand.from_operand(operand.SparseOperand(values, words))))
+_decode = jax.jit(lambda *fields: formats.decompress(operand.from_operand(operand.SparseOperand(*fields))))
 _encode = jax.jit(lambda w, keep: operand.to_operand(formats.compress(w, keep, axis=-1)))
 
 
@@ -38,11 +38,11 @@ def _on_hopper(p, config, **_):
   """The stand-in for `mosaic_gpu.build`."""
   del config
 
-  def run(values, words, b):
+  def run(values, metadata, b):
     assert p.m % 8 == 0 and (p.n % 8 == 0 or p.n < 8), p
     assert values.shape == (p.m, p.k // 2)
     assert b.shape == ((p.n, p.k) if p.b_layout == 'nk' else (p.k, p.n))
-    a, b = wide(_decode(values, words)), wide(b)
+    a, b = wide(_decode(values, metadata)), wide(b)
     d = a @ (b.T if p.b_layout == 'nk' else b)
     d = (d if p.out_layout == 'mn' else d.T).astype(p.out_dtype)
     for x in (values, np.zeros(b.shape, p.b_dtype), d):
@@ -57,9 +57,9 @@ def _on_ampere(m, n, k, dtype, out_dtype, config):
   del dtype
   assert m % config.bm == n % config.bn == k % 64 == 0, (m, n, k)
 
-  def run(values, words, b):
+  def run(values, metadata, b):
     assert (values.shape, b.shape) == ((m, k // 2), (n, k))
-    return (wide(_decode(values, words)) @ wide(b).T).astype(out_dtype)
+    return (wide(_decode(values, metadata)) @ wide(b).T).astype(out_dtype)
 
   return run
 

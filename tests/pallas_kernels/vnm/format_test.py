@@ -196,10 +196,10 @@ class ApiTest(parameterized.TestCase):
     order = np.arange(16).reshape(8, 2).T.reshape(-1)
     mask = np.zeros((32, 16), bool)
     mask[:, order] = _expected_mask(jnp.asarray(rest.T[:, order]), 4, 8)
-    turned = api.transpose_pack(a, used=used)
-    self.assertEqual(turned.shape, (32, 16))
-    np.testing.assert_array_equal(_dense(turned), np.where(mask, rest.T, 0))
-    again = api.transpose_pack(a, pattern=turned)  # of all columns
+    transposed = api.transpose_pack(a, used=used)
+    self.assertEqual(transposed.shape, (32, 16))
+    np.testing.assert_array_equal(_dense(transposed), np.where(mask, rest.T, 0))
+    again = api.transpose_pack(a, pattern=transposed)  # of all columns
     np.testing.assert_array_equal(_dense(again), np.where(mask, dense.T, 0))
 
   @parameterized.parameters(False, True)

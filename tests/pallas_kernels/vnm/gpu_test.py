@@ -80,13 +80,13 @@ class PackTest(parameterized.TestCase):
       pack = functools.partial(api.vnm_pack, v=v, m=m, activation='squared_relu', implementation=implementation)
       y = pack(x, residuals=True)
       dh, entries, *_ = pack(y.inputs, gradient=gradient, pattern=y.operand, masked=True)
-      turned = api.transpose_pack(y.operand, used=used, implementation=implementation)
-      turned_dh = api.transpose_pack(dh, pattern=turned, implementation=implementation)
+      transposed = api.transpose_pack(y.operand, used=used, implementation=implementation)
+      transposed_dh = api.transpose_pack(dh, pattern=transposed, implementation=implementation)
       along_tokens = api.transpose_pack_24(y.operand, used=used, implementation=implementation)
       dh_along_tokens = api.transpose_pack_24(dh, pattern=along_tokens, implementation=implementation)
       columns = api.take_columns(dh, dense, implementation=implementation)
-      dense_again = api.expand(turned, implementation=implementation)
-      return y, dh, entries, turned, turned_dh, along_tokens, dh_along_tokens, columns, dense_again
+      dense_again = api.expand(transposed, implementation=implementation)
+      return y, dh, entries, transposed, transposed_dh, along_tokens, dh_along_tokens, columns, dense_again
 
     found, expected = (jax.jit(block, static_argnums=2)(x, gradient, name) for name in ('triton', 'reference'))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

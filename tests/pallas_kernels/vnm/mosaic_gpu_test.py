@@ -202,8 +202,8 @@ class CompileTest(parameterized.TestCase):
     compact = 4 * k // m
     s = targets.struct
 
-    def f(values, words, rows, b):
-      a = VNMOperand(SparseOperand(values, words), rows, m)
+    def f(values, metadata, rows, b):
+      a = VNMOperand(SparseOperand(values, metadata), rows, m)
       return mosaic_gpu.vnm_matmul(
         a, b, out_dtype=_BF16, out_layout=out_layout, config=config, device=targets.target_device('sm_90a')
       )

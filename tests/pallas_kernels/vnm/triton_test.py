@@ -124,8 +124,8 @@ class RefusalTest(parameterized.TestCase):
   def test_expand(self, rows, columns, dtype):
     from pallas_kernels.vnm import triton as packers
 
-    words = jnp.zeros(metadata_shape(rows, columns), jnp.uint32)
-    operand = SparseOperand(jnp.zeros((rows, columns // 2), dtype), words)
+    metadata = jnp.zeros(metadata_shape(rows, columns), jnp.uint32)
+    operand = SparseOperand(jnp.zeros((rows, columns // 2), dtype), metadata)
     with self.assertRaisesRegex(NotImplementedError, rf'whole tiles .* found {dtype} of shape \({rows}, {columns}\)'):
       packers.expand(operand)
 

@@ -77,7 +77,7 @@ def named(p, x):
   return (jax.nn.silu(z[:, 0]) * checkpoint_name(z[:, 1], 'up')) @ p['wo']
 
 
-def tokens_turned(p, x):
+def tokens_transposed(p, x):
   """The matmul that ends the block has batch and time in the other order."""
   h = jax.nn.gelu((x.reshape(2, -1, D) @ p['up']).swapaxes(0, 1))
   return (h @ p['wo']).swapaxes(0, 1).reshape(-1, D)
@@ -89,7 +89,7 @@ def on_the_left(p, x):
 
 PAIR = {'wi': (D, 2 * H), 'wo': (H, D)}
 CASES = {
-  'tokens_turned': (tokens_turned, {'up': (D, H), 'wo': (H, D)}, ('gelu', 'up')),
+  'tokens_transposed': (tokens_transposed, {'up': (D, H), 'wo': (H, D)}, ('gelu', 'up')),
   'gating_einsum': (gating_einsum, {'wi': (2, H, D), 'wo': (H, D)}, ('gelu', 'gate_up')),
   'each_token': (each_token, {'gate': (H, D), 'up': (H, D), 'wo': (D, H)}, ('silu', 'up')),
   'split': (split, {**PAIR, 'bias': (2 * H,)}, ('silu', 'gate_up')),

@@ -38,7 +38,7 @@ def opt_state(params):
 
 
 def expected(up, own):
-  """The product of both, the larger two of each four along the first axis kept, in NumPy."""
+  """X by both, the larger two of each four along the first axis kept, in NumPy."""
   found = np.asarray(X, np.float64)
   for w in (up, own):
     groups = np.asarray(w, np.float64).reshape(4, 4, -1)

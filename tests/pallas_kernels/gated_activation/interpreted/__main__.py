@@ -36,7 +36,7 @@ class InterpretedTest(parameterized.TestCase):
     dh, z = ((i * rng.standard_normal(shape)).astype(dtype) for i, shape in enumerate(shapes, 1))
     key, config = jax.random.key(2), launch.Config()
     outputs = [(shapes[1], dtype), ((wide, tokens // 2), dtype), (metadata_shape(wide, tokens), jnp.uint32)]
-    dz, values, words = triton_interpreter.run(
+    dz, values, metadata = triton_interpreter.run(
       gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, launch.draw_parameters(key, (0, 0, 0))], outputs,
       dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0])),
     )  # fmt: skip
@@ -46,7 +46,7 @@ class InterpretedTest(parameterized.TestCase):
     # The exponential may round otherwise; the sample of what came out may not.
     pick = functools.partial(pack_reference.mvue_pack, origin=(0, 0, 0), dtype=jnp.dtype(dtype))
     operand = jax.jit(pick)(jnp.asarray(dz), key).operand
-    np.testing.assert_array_equal(words, np.asarray(operand.metadata))
+    np.testing.assert_array_equal(metadata, np.asarray(operand.metadata))
     np.testing.assert_array_equal(values.view(np.uint16), np.asarray(operand.values).view(np.uint16))
 
   @parameterized.parameters(('silu', True), ('gelu', False))
@@ -58,15 +58,15 @@ class InterpretedTest(parameterized.TestCase):
     dh, z = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     key, config, scale = jax.random.key(2), launch.Config(), jnp.float32(5000)
     options = dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0]))
-    parameters, words = launch.draw_parameters(key, (0, 0, 0)), (metadata_shape(wide, tokens), jnp.uint32)
+    parameters, metadata = launch.draw_parameters(key, (0, 0, 0)), (metadata_shape(wide, tokens), jnp.uint32)
     # The float8 kernel must make of its dz what the packer makes of the same dz in bfloat16.
     dz = triton_interpreter.run(
       gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, parameters],
-      [(shapes[1], dtype), ((wide, tokens // 2), dtype), words], options,
+      [(shapes[1], dtype), ((wide, tokens // 2), dtype), metadata], options,
     )[0]  # fmt: skip
     found = triton_interpreter.run(
       gated.backward_scaled_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
-      [(shapes[1], out), ((wide, tokens // 2), out), words], options,
+      [(shapes[1], out), ((wide, tokens // 2), out), metadata], options,
     )  # fmt: skip
     pick = functools.partial(pack_reference.mvue_pack, origin=(0, 0, 0), dtype=out)
     expected = jax.jit(pick)(jnp.asarray(dz), key, scale)

@@ -149,8 +149,8 @@ class InterpretedTest(parameterized.TestCase):
 
     a, *_ = _reference(x, v=64, m=8)
     check(packers.expand, *hostile(a, 127))
-    turned = jax.jit(reference.transpose_pack)(a, used=None, pattern=None)
-    check(lambda p: packers.transpose_pack(a, used=None, pattern=p), *hostile(turned, 127))
+    transposed = jax.jit(reference.transpose_pack)(a, used=None, pattern=None)
+    check(lambda p: packers.transpose_pack(a, used=None, pattern=p), *hostile(transposed, 127))
 
   @parameterized.parameters((64, 8), (128, 16))
   def test_take_columns(self, v, m):
