@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm._metadata import nibbles, paired_rows
+from pallas_kernels.vnm import _metadata
 
 
 @triton.jit
@@ -47,9 +47,7 @@ def take_columns(
   # Columns first: threads go along them. Rows eight apart share their metadata.
   n = tl.arange(0, ROWS // 2)[None, :]
   row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
-  tile = row // 64 * (C // M // 16) + group[:, None] // 16
-  loaded = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
-  nibble = nibbles(loaded, (group % 4 * 4)[:, None])
+  nibble = _metadata.load_pairs_of(metadata, row, group, C // M)
   row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group[:, None, None])
   entry = tl.where((nibble & 3) == place, pair & 0xFFFF, tl.where(nibble >> 2 == place, pair >> 16, 0))
@@ -60,10 +58,6 @@ def take_columns(
 @triton.jit
 def _places(metadata, GROUPS: tl.constexpr, ROWS: tl.constexpr):
   """Of a program's `ROWS` rows by 16 groups: rows [1, ROWS / 2, 2], groups [16, 1, 1], and their nibbles."""
-  n = tl.arange(0, ROWS // 2)
-  row = paired_rows(ROWS) + tl.program_id(1) * ROWS
-  g = tl.arange(0, 16)
-  group = tl.program_id(0) * 16 + g[:, None, None]
-  tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (GROUPS // 16) + tl.program_id(0)
-  loaded = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4)
-  return row, group, nibbles(loaded, 4 * (g[:, None] % 4))
+  row = _metadata.paired_rows(ROWS) + tl.program_id(1) * ROWS
+  group = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None, None]
+  return row, group, _metadata.load_sixteen(metadata, GROUPS, ROWS)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm._metadata import nibbles, paired_rows
+from pallas_kernels.vnm import _metadata
 
 
 @triton.jit
@@ -42,10 +42,7 @@ def pack_rows(
   pair = blocks.chosen(low, high, nibble)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, pair)
 
-  both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [GROUPS, V / 2]
-  both = tl.reshape(both, (GROUPS // 4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
-  four = tl.program_id(0) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[:, None]
-  tl.store(metadata + _metadata_places(four, C, V, M), tl.sum(both, axis=1))
+  _metadata.store_paired(metadata, nibble, C // M, V, GROUPS)
 
   member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
   first_column = member * M
@@ -82,8 +79,7 @@ def pack_rows_as(
   first, second = blocks.selectors(c0, c1, c2, c3, M)
   columns = (_rows_of(first), _rows_of(second))
 
-  g = member[:, None]
-  nibble = nibbles(tl.load(metadata + _metadata_places(g // 4, C, V, M)), 4 * (g % 4))
+  nibble = _metadata.load_paired(metadata, member[:, None], C // M, V)
 
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
   pair = blocks.chosen(low, high, nibble)
@@ -111,16 +107,8 @@ def _uses(pair, nibble):
 @triton.jit
 def _places(V: tl.constexpr, GROUPS: tl.constexpr):
   """`paired_rows`, and groups [GROUPS, 1, 1]: threads go along these."""
-  row = paired_rows(V)
+  row = _metadata.paired_rows(V)
   return tl.program_id(1) * V + row, tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None, None]
-
-
-@triton.jit
-def _metadata_places(four, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """Where the block's metadata lies, 32 bits for a pair of rows and four groups, [len(four), V / 2]."""
-  n = tl.arange(0, V // 2)[None, :]
-  tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + four // 4
-  return tile * 128 + n % 32 * 4 + four % 4
 
 
 @triton.jit

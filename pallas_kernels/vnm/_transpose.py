@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-from pallas_kernels.vnm import _transposed as transposed
+from pallas_kernels.vnm import _metadata
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def transpose_pack(
   else:
     at = source + member[:, None] * (C // M) + group
     used = tables + M // 8 * (R // V * (C // M)) + group
-    places = metadata_in.to(tl.pointer_type(tl.uint8)) + _places(C, V, M)
+    places = metadata_in.to(tl.pointer_type(tl.uint8)) + _metadata.bytes_in_sixteen(V // M)
     score = _scores(at, places, used, 0, R, C, V, M, SELECT, dtype)
     if M == 16:
       score = score + _scores(at, places, used, 8, R, C, V, M, SELECT, dtype)
@@ -62,7 +62,7 @@ def transpose_pack_as(
   source = values_in.to(tl.pointer_type(tl.uint32))
   group = (tl.program_id(0) * (V // M) + tl.arange(0, V // M))[None, :]
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
-  given = transposed.given_metadata(metadata, R // M, V, M)
+  given = _metadata.load_transposed(metadata, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
   e0 = _entries(source, metadata_in, tables, blocks.load_index(at, R), group, R, C, V, M)
   e1 = _entries(source, metadata_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
@@ -88,7 +88,7 @@ def transpose_pack_24_as(
   values_in, metadata_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """`transpose_pack_24` under a pattern that is given."""
-  given = transposed.given_metadata(metadata, R // 4, 16 * M, M)
+  given = _metadata.load_transposed(metadata, R // 4, 16 * M, M)
   e0 = _neighbours(values_in, metadata_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, metadata_in, tables, 1, R, C, V, M)
   e2 = _neighbours(values_in, metadata_in, tables, 2, R, C, V, M)
@@ -102,9 +102,7 @@ def _neighbours(
 ):
   """The entries of the j-th rows of 16 groups of four, whose metadata is one tile."""
   row = 4 * tl.arange(0, 16)[:, None] + j
-  two = tl.arange(0, 8)[None, :]
-  tile = tl.program_id(1) * (C // M // 16) + tl.program_id(0)
-  places = tile * 512 + row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2 + two // 2 * 4 + two % 2
+  places = _metadata.bytes_in_tile(row, C // M)
   group = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
   return _entries_at(
     values.to(tl.pointer_type(tl.uint32)), metadata.to(tl.pointer_type(tl.uint8)) + places, tables,
@@ -117,7 +115,7 @@ def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.co
   """Stores the best two of four rows: values and metadata of 16 of a column's `GROUPS` groups."""
   if M == 4:
     even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
-    transposed.store(values, even, odd, 0, GROUPS, COLUMNS, M)
+    _store_values(values, even, odd, 0, GROUPS, COLUMNS, M)
     shift = (8 * tl.arange(0, 2))[None, None, :].to(tl.uint32)
     nibbles = tl.sum(tl.reshape(nibbles, (16, COLUMNS // 8, 2)) << shift, axis=2)
     low, high = tl.split(tl.reshape(nibbles, (16, COLUMNS // 16, 2)))
@@ -127,7 +125,7 @@ def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.co
   else:
     low = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
     high = _eight_columns(values, e0, e1, e2, e3, 8, GROUPS, COLUMNS, M)
-  transposed.store_metadata(metadata, low, high, GROUPS, COLUMNS)
+  _metadata.store_transposed(metadata, low, high, GROUPS, COLUMNS)
 
 
 @triton.jit
@@ -135,32 +133,34 @@ def _keep_given(values, given, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl
   """`_keep` of the values alone, where `given` says."""
   if M == 4:
     even, odd = _four_given(e0, e1, e2, e3, given, 0, COLUMNS, M)
-    transposed.store(values, even, odd, 0, GROUPS, COLUMNS, M)
+    _store_values(values, even, odd, 0, GROUPS, COLUMNS, M)
   else:
     for part in tl.static_range(M // 8):
       even0, odd0 = _four_given(e0, e1, e2, e3, given, 4 * part, COLUMNS, M)
       even1, odd1 = _four_given(e0, e1, e2, e3, given, 4 * part + 2, COLUMNS, M)
-      transposed.store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, GROUPS, COLUMNS, M)
+      _store_values(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, GROUPS, COLUMNS, M)
+
+
+@triton.jit
+def _store_values(values, even, odd, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+  """Columns of each group from `first` on, 2 along the last axis of `even` and `odd`, or with M of 8 and more 2 x 2."""
+  group = tl.program_id(0) * (COLUMNS // M) + tl.arange(0, COLUMNS // M)[None, :]
+  column = group * M + first
+  at = column * GROUPS + tl.program_id(1) * 16 + tl.arange(0, 16)[:, None]
+  two = tl.arange(0, 2)
+  at = at[:, :, None] + two[None, None, :] * (2 * GROUPS)
+  if M > 4:
+    at = at[:, :, :, None] + two[None, None, None, :] * (4 * GROUPS)
+    at = at[:, :, :, :, None] + two[None, None, None, None, :] * GROUPS
+  else:
+    at = at[:, :, :, None] + two[None, None, None, :] * GROUPS
+  tl.store(values.to(tl.pointer_type(tl.uint32)) + at, tl.join(even, odd))
 
 
 @triton.jit
 def _once(x):
   """`x`, opaque: the compiler would rank rows again for each layout in which it wants the result."""
   return tl.inline_asm_elementwise('mov.b32 $0, $1;', '=r,r', [x], dtype=tl.uint32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _places(C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """Bytes in the metadata of 16 rows that each row has for every two of the program's groups, [16, V / M / 2]."""
-  two = tl.program_id(0) * (V // M // 2) + tl.arange(0, V // M // 2)[None, :]
-  row = tl.arange(0, 16)[:, None]
-  return two // 8 * 512 + row % 8 * 16 + two % 8 // 2 * 4 + row // 8 * 2 + two % 2
-
-
-@triton.jit
-def _sixteen(i, C: tl.constexpr, M: tl.constexpr):
-  """Bytes of metadata before the i-th 16 rows."""
-  return i // 4 * (C // M // 16 * 512) + i % 4 * 128
 
 
 @triton.jit
@@ -182,9 +182,9 @@ def _score(
   if SELECT:
     # Whole tiles and blocks from one member to the next: the compiler then knows how far it is.
     if R // M % 64 == 0:
-      place = places + _sixteen(tl.program_id(1), C, M) + step // 64 * (C // M // 16 * 512)
+      place = places + _metadata.before_sixteen(tl.program_id(1), C // M) + _metadata.between(step, C // M)
     else:
-      place = places + _sixteen(tl.program_id(1) + step // 16, C, M)
+      place = places + _metadata.before_sixteen(tl.program_id(1) + step // 16, C // M)
     block = tl.program_id(1) * 16 // V + step // V if R // M % V == 0 else (tl.program_id(1) * 16 + step) // V
     here = tl.load(used + block * (C // M))
     pair = pair & blocks.prmt(here, here, _selectors(tl.load(place).to(tl.uint32), V, M))
@@ -221,7 +221,8 @@ def _two_scores(
 @triton.jit
 def _entries(source, metadata, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
   """All M entries that rows have of groups, in M / 2 pairs; 16 rows whose numbers go on from a multiple of 16."""
-  places = metadata.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
+  sixteen = metadata.to(tl.pointer_type(tl.uint8)) + _metadata.before_sixteen(row // 16, C // M)
+  places = sixteen + _metadata.bytes_in_sixteen(V // M)
   return _entries_at(source, places, tables, row, group, R, C, V, M, V)
 
 
@@ -278,14 +279,14 @@ def _eight_columns(
   """Stores what eight columns of each group keep, from `first` on; their nibbles, column 2 i + h at bit 4 i + 16 h."""
   even0, odd0, nibbles0 = _four_columns(e0, e1, e2, e3, first // 2)
   even1, odd1, nibbles1 = _four_columns(e0, e1, e2, e3, first // 2 + 2)
-  transposed.store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, GROUPS, COLUMNS, M)
+  _store_values(values, tl.join(even0, even1), tl.join(odd0, odd1), first, GROUPS, COLUMNS, M)
   return nibbles0 + (nibbles1 << 8)
 
 
 @triton.jit
 def _four_given(e0, e1, e2, e3, given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """`_four_columns` with the nibbles given."""
-  n0, n1 = transposed.nibbles_of(given, 2 * i, COLUMNS, M), transposed.nibbles_of(given, 2 * i + 2, COLUMNS, M)
+  n0, n1 = _metadata.nibbles_of(given, 2 * i, COLUMNS, M), _metadata.nibbles_of(given, 2 * i + 2, COLUMNS, M)
   even0, odd0 = blocks.chosen_of_rows(e0[i], e1[i], e2[i], e3[i], n0)
   even1, odd1 = blocks.chosen_of_rows(e0[i + 1], e1[i + 1], e2[i + 1], e3[i + 1], n1)
   return tl.join(even0, even1), tl.join(odd0, odd1)

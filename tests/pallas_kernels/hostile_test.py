@@ -75,7 +75,7 @@ class PositionsTest(parameterized.TestCase):
     self.assertNotIn('reduce', checked)
 
   @parameterized.parameters(_BF16, jnp.float8_e4m3fn)
-  def test_words(self, dtype):
+  def test_metadata_of_an_operand(self, dtype):
     good = operand.to_operand(dataclasses.replace(_compressed(), values=_compressed().values.astype(dtype)))
     b = jnp.ones((3, 20), dtype)
     sparse_matmul(good, b)
@@ -150,7 +150,7 @@ class BlocksTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, rf'\.rows of block \(1,\) {found}; accepted are rows of B, 0 to 31'):
         refused(bad)
 
-  def test_words_of_the_compact_columns(self):
+  def test_metadata_of_the_compact_columns(self):
     good = fmt.to_vnm_operand(_blocks())
     compact = operand.SparseOperand(good.compact.values, jnp.zeros_like(good.compact.metadata))
     with self.assertRaisesRegex(ValueError, 'a.compact.metadata names positions 0 and 0'):

@@ -185,7 +185,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'a is bfloat16 and b is float32'):
       api.sparse_matmul(a, b.astype(jnp.float32))
 
-  def test_words_of_another_shape(self):
+  def test_metadata_of_another_shape(self):
     a, b, _ = _inputs(dtype='bfloat16')
     wrong = operand.SparseOperand(a.values, jnp.zeros((2, 1, 128), jnp.uint32))
     with self.assertRaisesRegex(ValueError, 'a.metadata must be uint32 of shape'):
