@@ -29,10 +29,10 @@ def block_gain(
   epilogue makes them, XLA's projection of weights whose matmul stays dense in 16 bits, and the lower clock of a GPU
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
-  Of a recipe with sparse activations it is the squared-ReLU block, which stays dense where its kernels are not known to
-  pay; `why_dense` says why. It packs its weights in every micro-batch and takes them in `dtype` only, so
-  `micro_batches` and `weight_dtype` change nothing: a cast of weights that are stored otherwise is not counted, nor is
-  it of the dense block.
+  A recipe with sparse activations has the squared-ReLU block, which stays dense where its kernels are not known to pay;
+  `why_dense` says why. It packs its weights in every micro-batch and takes them in `dtype` only, so `micro_batches` and
+  `weight_dtype` change nothing. A cast of weights that are stored in another dtype is not counted, in the dense block
+  neither.
 
   `docs/speed.md` says how near these gains come to measured ones.
 

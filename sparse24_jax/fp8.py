@@ -178,7 +178,6 @@ class Fp8(Precision):
     return super().weight_grad(sample, x, (MVUE_HEADROOM * factor, x_factor), backend=backend, dtype=dtype)
 
   def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
-    """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz."""
     factor, x_factor = factors
     rounded, transposed = quantize.quantize(dz, scale, dtype=E5M2, transpose='both', implementation=self.pass_backends)
     return rounded, _dense_matmul(x, x_factor, transposed, factor, dz.dtype)

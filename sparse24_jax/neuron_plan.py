@@ -25,7 +25,7 @@ from sparse24_jax.precision import NATIVE
 from sparse24_jax.priced import BlockGain, priced
 from sparse24_jax.steps import Matmul, Pass, Step, Timing
 
-# Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
+# Ours: as far as expected gains may be from measured ones (docs/speed.md, what to expect of yours); with less it is not
 # known that the kernels pay.
 LEAST_GAIN = 1.1
 
@@ -126,7 +126,7 @@ class NeuronLevelPlan:
     return self._timing(TwoOfFour(), 'forward', self.hidden, self.d), by_neurons, by_tokens
 
   def _timing(self, pattern: Pattern, role: Role, rows: int, summed: int) -> Timing:
-    """Of a matmul by an operand of so many rows: what a layer of 2:4 has in that role, or V:N:M."""
+    """A matmul by an operand of so many rows: that of a 2:4 layer in this role, or a V:N:M one."""
     if isinstance(pattern, VNM):
       op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)
     else:

@@ -202,6 +202,10 @@ class Precision:
     layout = self.residual_layout
     return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
 
+  def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
+    """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz, where values have scales."""
+    raise NotImplementedError('a precision without scales takes whole gradients by a plain matmul')
+
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""
     total = jnp.sum(dz.values, axis=0, dtype=jnp.float32)

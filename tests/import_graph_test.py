@@ -112,6 +112,32 @@ class ImportGraphTest(parameterized.TestCase):
         self.assertFalse(name.startswith('sparse24_jax.optim'), f'{file} imports {name}')
 
   @parameterized.parameters(
+    ('policy', {'layout', 'projection'}, {'_choices', '_program'}),
+    (
+      'recipe', {'asked', 'attention', 'layout', 'policy', 'projection'},
+      {'_choices', '_program', 'sparse_attention.patterns'},
+    ),
+  )
+  def test_policies_and_recipes_are_data(self, module, library, kernels):
+    """All that they import, however far down: neither kernels nor ops."""
+    edges = [
+      (file.removesuffix('.py').replace('/', '.'), name, at_import)
+      for top in ('sparse24_jax', 'pallas_kernels') for file, name, at_import in graph(top)
+    ]  # fmt: skip
+    files: dict[str, list[str]] = {file: [] for file, *_ in edges}
+    for file, name, at_import in edges:
+      known = next((n for n in (name, name.rpartition('.')[0]) if n in files), None)
+      if at_import and known:
+        files[file].append(known)
+    found, left = set(), [f'sparse24_jax.{module}']
+    while left:
+      for name in files[left.pop()]:
+        if name not in found:
+          found.add(name)
+          left.append(name)
+    self.assertEqual(found, {f'sparse24_jax.{n}' for n in library} | {f'pallas_kernels.{n}' for n in kernels})
+
+  @parameterized.parameters(
     ('runs/data', ()),
     ('runs/models', ()),
     ('runs/tasks', ('runs/data', 'runs/models')),

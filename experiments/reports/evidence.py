@@ -63,7 +63,7 @@ def contender_of(name: str) -> Contender:
 
 
 def block_of(name: str) -> tuple[str | None, float, bool]:
-  """Of a contender's feed-forward block: the recipe, None for dense, the width as a share of dense's, and dense FP8."""
+  """A contender's feed-forward block: recipe, None for dense; width as a share of dense's; whether dense FP8."""
   found = contender_of(name)
   return NAMES[name].recipe, found.model.get('ffn_width', 1), bool(found.fp8)
 

@@ -178,7 +178,7 @@ def answer(
 
 
 class _Winner(NamedTuple):
-  """Of a race: the first of those with several seeds.
+  """The contender that wins a race, the first of those with several seeds.
 
   Attributes:
     first: of the lowest loss.

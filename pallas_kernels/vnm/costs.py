@@ -1,6 +1,6 @@
 """What the packers of V:2:M activations move, of entries of `wide` bytes, priced at the speed of a copy.
 
-Of an operand its values count, not its positions, an eighth as many bytes of 16-bit values.
+Only the values of an operand count. Its metadata has an eighth of the bytes of 16-bit values.
 """
 
 from pallas_kernels.costs import COPY, Move, sparse_entry

@@ -29,8 +29,8 @@ class Use:
   """One matmul of a model that reads a matched weight.
 
   Attributes:
-    tokens: rows that it multiplies, of each stacked matrix; of a loop, those of one pass. Of a ragged matmul the mean
-      over its groups, a float.
+    tokens: rows that it multiplies, of each stacked matrix; in a loop those of one pass, in a ragged matmul
+      the mean over its groups, a float.
     whole: whether it reads all of the matrix. A part, the queries of a fused projection say, is not packed.
     kind: the primitive, 'dot_general' or 'ragged_dot_general'.
     block: the activation of the feed-forward block in which it stands, or None.
