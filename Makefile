@@ -20,8 +20,8 @@ KERNELS_VENV ?= .venv-kernels
 KERNELS_JAX ?= 0.11.2
 NEWEST_VENV ?= .venv-jax12
 NEWEST_JAX ?= 0.12.0.1
-# One, as the other tests run beside them.
-KERNELS_WORKERS ?= 1
+# None but the process itself, as the other tests run beside it.
+KERNELS_WORKERS ?= 0
 # PyTorch works in a process of its own, and may have another Python.
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11

@@ -13,7 +13,9 @@ from tests import simulated
 
 if 'gpu' not in sys.argv and 'PYTEST_XDIST_WORKER' not in os.environ:  # of `-m gpu`; workers have what the first has
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {simulated.flags()}'
+# Once, as workers inherit them: the cache goes by them, and a test by itself is to find what a worker compiled.
+if simulated.flags() not in (flags := os.environ.get('XLA_FLAGS', '')):
+  os.environ['XLA_FLAGS'] = f'{flags} {simulated.flags()}'
 # Compiling is most of the time of most tests: what was compiled once is kept, for child processes and the next run too.
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
@@ -64,7 +66,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
   """What is imported stays: without it, and less often, garbage is looked for, which tracing makes little of."""
   gc.freeze()
-  gc.set_threshold(50_000, 20, 100)
+  gc.set_threshold(200_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)

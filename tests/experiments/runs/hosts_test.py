@@ -1,13 +1,10 @@
 """Several processes train as one does; a lost one ends all; a signal to one stops and saves all."""
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 from pathlib import Path
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -129,16 +126,6 @@ def finish(started):
 OF_ALL = ('steps=10', 'accumulate=2')
 
 
-@functools.cache
-def trained_by_one():
-  """The folder of a run of one process, which no test changes."""
-  folder = tempfile.mkdtemp(prefix='one-')
-  atexit.register(shutil.rmtree, folder)
-  ((status, output),) = finish(start(folder, 1, *OF_ALL))
-  assert status == 0, output
-  return folder
-
-
 def records_of(folder):
   return [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
 
@@ -247,16 +234,16 @@ class AgreeTest(parameterized.TestCase):
 
 @pytest.mark.slow
 class SeveralTest(parameterized.TestCase):
-  @parameterized.parameters((2, under_slurm), (4, under_mpirun))
-  def test_several_processes_train_as_one(self, several, scheduler):
-    one, two = trained_by_one(), temp_folder(self)
-    for status, output in finish(start(two, several, *OF_ALL, scheduler=scheduler)):
-      self.assertEqual(status, 0, output)
-    for found, expected in zip(records_of(two), records_of(one), strict=True):
+  def test_several_processes_train_as_one(self):
+    one, four = temp_folder(self), temp_folder(self)
+    for processes, folder, scheduler in ((1, one, None), (4, four, under_mpirun)):
+      for status, output in finish(start(folder, processes, *OF_ALL, scheduler=scheduler)):
+        self.assertEqual(status, 0, output)
+    for found, expected in zip(records_of(four), records_of(one), strict=True):
       # gloo adds in another order than one process does; masks do not differ, so neither do flips.
       self.assertEqual(found.get('flip_rates'), expected.get('flip_rates'))
       np.testing.assert_allclose(found['loss'], expected['loss'], rtol=1e-5)
-    loaded = [inspection.load(folder, data=FakeData()) for folder in (one, two)]
+    loaded = [inspection.load(folder, data=FakeData()) for folder in (one, four)]
     rows = [inspection.weight_table(each) for each in loaded]
     self.assertEqual(*rows)
     masks = [jax.tree.map(lambda w: np.asarray(w) != 0, _projected(each)) for each in loaded]
@@ -294,7 +281,8 @@ class SeveralTest(parameterized.TestCase):
 
   def test_a_signal_to_one_stops_and_saves_all(self):
     folder = temp_folder(self)
-    found = finish(start(folder, 2, 'steps=2000', 'eval_every=2000', fault=(1, signal.SIGTERM, 16)))
+    settings = 'steps=2000', 'eval_every=2000'
+    found = finish(start(folder, 2, *settings, fault=(1, signal.SIGTERM, 16), scheduler=under_slurm))
     self.assertEqual([status for status, _ in found], [75, 75], found)
     self.assertRegex(found[0][1], r'stopped by SIGTERM; step \d+ is saved')
     self.assertNotIn('stopped by', found[1][1])

@@ -23,7 +23,6 @@ from tests.experiments.runs.train_test import FFN, final_arrays, RECIPES, ROOT, 
 # clustered at step 10, right after the checkpoint, and the dense tail takes projected weights at step 24.
 _STAGES = {'density': 0.3, 'warm_up': 0.2, 'restoration': 0.2, 'refresh_every': 3}
 KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
-  'rigl': ('rigl', {'path': FFN, 'density': 0.3, 'refresh_every': 3}, {}),
   'mixed_sparsity_transposable': (
     'mixed_sparsity', {'path': FFN, 'mvue_path': recipes.FFN_UP, 'structure': 'transposable', **_STAGES}, {}
   ),
@@ -36,7 +35,7 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
 }  # fmt: skip
 
 # What these keep others keep too: `transposable_srste` has the masks and the decay of `sr_ste` and a dense phase,
-# `s_ste_fp8` the scale, `rigl` links that move anywhere, `mixed_sparsity_transposable` the stages.
+# `s_ste_fp8` the scale, `mixed_sparsity_transposable` the links of `rigl` that move, and the stages.
 COVERED = ('dense', 'ste', 'sr_ste', 's_ste')
 
 

@@ -73,7 +73,7 @@ class NewRecipeTest(absltest.TestCase):
   def test_a_file_and_a_line(self):
     with tempfile.TemporaryDirectory() as folder:
       copy = Path(folder) / 'sparse24_jax'
-      shutil.copytree(ROOT / 'sparse24_jax', copy, ignore=shutil.ignore_patterns('__pycache__'))
+      shutil.copytree(ROOT / 'sparse24_jax', copy)  # what is compiled to bytecode too
       (copy / 'recipes' / 'quarters.py').write_text(FILE)
       listed = copy / 'recipes' / '__init__.py'
       before, found, after = listed.read_text().partition('from sparse24_jax.recipes.s_ste import')
