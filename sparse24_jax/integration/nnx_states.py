@@ -167,12 +167,15 @@ class Sparse(nnx.Module):
     packed, moving, waiting = packed - shards, moving - shards, waiting - shards
     if not (packed or moving or chosen):
       return states, fits
-    given = {path: jax.lax.stop_gradient(weights[path]) for path in (*packed, *moving, *chosen)}
-    own = {path: counts_of(weights[path], projections[path].layout_of(weights[path]).stacked) for path in shards}
+    # In the order of the weights: that of a set is another in each process, whose program JAX's cache would not know.
+    used = [path for path in projections if path in {*packed, *moving, *chosen}]
+    given = {path: jax.lax.stop_gradient(weights[path]) for path in used}
+    cut = [path for path in projections if path in shards]
+    own = {path: counts_of(weights[path], projections[path].layout_of(weights[path]).stacked) for path in cut}
     known |= {path: known[path]._replace(counts=counts) for path, counts in own.items()}
     changed = origin.changed(given, {path: known[path] for path in given})
     brought = self.brought_in.get_value()
-    refused = {path: changed[path] & (path in packed or brought) for path in packed | moving | waiting}
+    refused = {path: changed[path] & (path in packed or brought) for path in used if path in packed | moving | waiting}
     wrong = _any(refused.values())
     stale = _any(jnp.logical_and(changed[path], jnp.logical_not(refused.get(path, False))) for path in chosen)
 

@@ -1,6 +1,7 @@
 """States of sparsified nnx models that nobody brings in, that are of other weights, or of another model."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -12,6 +13,7 @@ import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from sparse24_jax.binding import origin
 from sparse24_jax.fingerprint import fingerprint, was_changed
 from tests.draws import gaussian
 
@@ -271,6 +273,15 @@ class StatesTest(parameterized.TestCase):
     for _ in range(2):
       np.testing.assert_allclose(forward(model), expected, rtol=1e-4, atol=1e-5)
     self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 5)
+
+  def test_weights_are_compared_in_their_order(self):
+    """That of a set of strings is another in each process, and JAX's cache knows a program by its text."""
+    model = nnx.Sequential(*(nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(8)))
+    sparse = s24.sparsify(model, s24.recipes.set_('.*', density=0.5))
+    graph, state = nnx.split(sparse)
+    with mock.patch.object(origin, 'changed', wraps=origin.changed) as changed:
+      jax.eval_shape(lambda state: nnx.merge(graph, state)(jnp.asarray(X)), state)
+    self.assertEqual(list(changed.call_args.args[0]), [f'layers/{i}/kernel' for i in range(8)])
 
   def test_where_nothing_can_be_stale_nothing_is_computed(self):
     """A frozen scale, and weights that the step packs, as on a GPU with kernels."""
