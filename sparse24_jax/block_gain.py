@@ -57,6 +57,7 @@ def block_gain(
   >>> block.gain > 1.4, block.chosen[-1].name
   (True, 'dx of up')
   """
+  require_positive(d=d, hidden=hidden, tokens=tokens, micro_batches=micro_batches)
   on = priced_on(device)
   sides = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, weight_dtype)} for name, side in sides.items()}
@@ -65,10 +66,8 @@ def block_gain(
   if any(rule.activation is not None for rule in rules.values()):
     if gated:
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
-    require_positive(tokens=tokens, micro_batches=micro_batches)
     # What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch.
     return priced_neurons(plan_neurons(_shared(activations, recipe), tokens, d, hidden, dtype, on=on), on.device.slug)
-  require_positive(tokens=tokens, micro_batches=micro_batches)
   policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if rule.policy.projection is not None}
   if missing := sorted(sides.keys() - policies.keys()):
     raise ValueError(
@@ -82,7 +81,7 @@ def block_gain(
       ' block runs by one, so price its layers by where_it_pays'
     )
   require_timed('up/kernel', policy)
-  with errors_name('up/kernel, down/kernel'):
+  with errors_name(', '.join(f'{name}/kernel' for name in sides)):
     plan = plan_block(policy.of_matrix, tokens, sides, dtype, on=on)
   return price_block(plan, jnp.dtype(weight_dtype).itemsize, micro_batches, on.device.slug)
 
@@ -159,13 +158,13 @@ def _compared(gain: float, rival: str) -> str:
 
 
 def explain(block: BlockGain) -> str:
-  """What runs for a block, in order, its expected milliseconds, what it keeps; then the same of its dense twins.
+  """What runs for a block, in order, with expected milliseconds and what it keeps; then the matmuls of dense twins.
 
   >>> parts = Part('packed weights', 0.5), Part('y of up', 1.5, 'mosaic_gpu', kept=2**29)
   >>> print(explain(BlockGain(parts, (), (), 0, 0)))
    sparse, ms:
     packed weights                               0.500
-    y of up                      mosaic_gpu      1.500  keeps 512 MB for the backward
+    y of up                      mosaic_gpu      1.500  keeps 512 MB
   """
   chains = {'sparse': block.chosen, 'dense': block.dense, 'dense in FP8': block.dense_fp8}
   lines = []
@@ -176,5 +175,5 @@ def explain(block: BlockGain) -> str:
 
 
 def _notes(part: Part) -> str:
-  kept = f'  keeps {part.kept / 2**20:.0f} MB for the backward' if part.kept else ''
+  kept = f'  keeps {part.kept / 2**20:.0f} MB' if part.kept else ''
   return kept if part.checked is None else f'{kept}  checked here: {part.checked:.2f} times dense'

@@ -78,15 +78,15 @@ class BlockPlan:
   def steps(self) -> tuple[Step, ...]:
     """Everything that runs, in order, but for the packing of weights.
 
-    Where it is not fused, XLA chooses what it keeps between the layers; that is not counted.
+    Of a block that is not fused, what its layers keep is counted; what XLA keeps between them is XLA's choice.
     """
     if not self.fused:
       hidden = [(layer, f' of {name}') for name in ('gate', 'up') if (layer := self.layers.get(name))]
       # XLA makes h inside a dense matmul of 16 bits.
-      h, dz = self._activation_by_xla(not (self.up.served('forward') or self.up.simulated))
+      *h, dz = self._activation_by_xla(not (self.up.served('forward') or self.up.simulated))
       return (
         *(step for layer, of in hidden for step in layer.forward_steps(of)), *h,
-        *self.down.forward_steps(' of down'), *self.down.backward_steps(' of down'), *dz,
+        *self.down.forward_steps(' of down'), *self.down.backward_steps(' of down'), dz,
         *(step for layer, of in reversed(hidden) for step in layer.backward_steps(of)),
       )  # fmt: skip
     x, h, z, wide = self._entries
@@ -109,7 +109,7 @@ class BlockPlan:
   def dense_steps(self) -> tuple[Step, ...]:
     """The steps of a dense block in 16 bits."""
     parts = (layer.dense(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES)
-    return (*parts, *sum(self._activation_by_xla(True), ()))
+    return (*parts, *self._activation_by_xla(True))
 
   def rival_steps(self, stored: int) -> tuple[Step, ...]:
     """The steps of a dense block in this precision, weights of `stored` bytes an entry; none if that is 16 bits.
@@ -124,13 +124,8 @@ class BlockPlan:
       Pass('rounded weights', rounding(self.up.d_in * self.up.d_out, stored) * len(self.layers)),
       Pass('x and dy rounded', rounding(x, wide) * 2),
       Pass('h and dz rounded', rounding(h, wide, scaled=True) + rounding(z, wide, scaled=True)),
-      *sum(self._activation_by_xla(False), ()),
+      *self._activation_by_xla(False),
     )
-
-  @property
-  def kept_bytes(self) -> int:
-    """Bytes that its steps keep for the backward."""
-    return sum(step.kept for step in self.steps)
 
   @property
   def _entries(self) -> tuple[int, int, int, int]:
@@ -151,16 +146,16 @@ class BlockPlan:
     size = 2 * 2 * self.up.d_in * self.up.d_out * (self.up.packed_entry + self.up.wide)
     return passes('joined operands, split dW', (Move(COPY, size),) if self.gate else ())
 
-  def _activation_by_xla(self, in_matmul: bool) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """The activation, forward and backward, there with a gate the sum of two gradients of x.
+  def _activation_by_xla(self, in_matmul: bool) -> tuple[Pass, ...]:
+    """The activation, forward and then backward, there with a gate the sum of two gradients of x.
 
-    Without a gate XLA makes h `in_matmul`, a dense one of 16 bits, and once more beside dz.
+    Without a gate XLA makes h `in_matmul`, a dense one of 16 bits, and once more beside dz: no pass of the forward.
     """
     x, h, z, wide = self._entries
     if in_matmul and self.gate is None:
-      return (), (Pass('dz, and h again', (Move(COPY, 4 * h * wide),)),)
+      return (Pass('dz, and h again', (Move(COPY, 4 * h * wide),)),)
     backward = h + 2 * z + (3 * x if self.gate else 0)
-    return (Pass('h', (Move(COPY, (z + h) * wide),)),), (Pass('dz', (Move(COPY, backward * wide),)),)
+    return Pass('h', (Move(COPY, (z + h) * wide),)), Pass('dz', (Move(COPY, backward * wide),))
 
 
 def plan_block(

@@ -68,8 +68,11 @@ class Rule:
 
   def in_dense_phase(self) -> 'Rule':
     """The rule of the same weights in a dense phase, which lifts the sparsity and not the precision."""
-    policy = dataclasses.replace(self.policy, projection=None, input_grad='dense', weight_grad='dense')
-    return dataclasses.replace(self, policy=policy, activation=None)
+    policy = self.policy
+    # These name what runs sparse matmuls.
+    named = None if policy.implementation in ('sparse', 'cusparselt') else policy.implementation
+    dense = DotPolicy(precision=policy.precision, implementation=named)
+    return dataclasses.replace(self, policy=dense, activation=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +315,10 @@ class Recipe:
     return dataclasses.replace(self, rules=rules, masked_decay=0.0, phases=(Phase('dense', 1.0),))
 
   def dense_twin(self) -> 'Recipe':
-    """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""
+    """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse.
+
+    Layers in FP8 stay in FP8.
+    """
     return dataclasses.replace(
       self, name='dense', masked_decay=0.0, phases=(Phase('dense', 1.0),), freezes_second_moment=False
     )

@@ -118,7 +118,7 @@ class LayerGain:
 
 
 def require_positive(**numbers: int) -> None:
-  """ValueError for a number of tokens or micro-batches below 1."""
+  """ValueError for a number below 1."""
   for name, number in numbers.items():
     if number < 1:
       raise ValueError(f'{name}={number} must be positive')

@@ -25,6 +25,7 @@ class Best:
     others: layout -> ms of those that were not.
     record: one of its records.
     processes: that timed it.
+    beside: method -> ms at its best, of all that were timed at the same commit.
   """
 
   ms: float
@@ -34,6 +35,7 @@ class Best:
   others: Mapping[str, float]
   record: Mapping[str, Any]
   processes: int
+  beside: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
@@ -41,17 +43,19 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
 
   If a method was measured at several commits, the newest counts: two programs have no common median.
   """
-  found: dict[tuple[str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
+  sessions: dict[tuple[str, str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
   records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
   newest = {_method(record): record['commit'] for record in sorted(records, key=lambda record: record['when'])}
   for record in records:
-    # A method that was timed again keeps its place.
-    layouts = found[record['device'], record['model']][record['recipe']]
-    if record['commit'] == newest[_method(record)]:
-      layouts.setdefault(record['layout'], []).append(record)
-  return {
-    key: {method: _best(layouts) for method, layouts in methods.items()} for key, methods in found.items()
-  }
+    layouts = sessions[record['device'], record['model'], record['commit']][record['recipe']]
+    layouts.setdefault(record['layout'], []).append(record)
+  bests = {key: {method: _best(layouts) for method, layouts in each.items()} for key, each in sessions.items()}
+  found: dict[tuple[str, str], dict[str, Best]] = defaultdict(dict)
+  for device, model, method in dict.fromkeys(map(_method, records)):
+    of_session = bests[device, model, newest[device, model, method]]
+    beside = {name: best.ms for name, best in of_session.items()}
+    found[device, model][method] = dataclasses.replace(of_session[method], beside=beside)
+  return dict(found)
 
 
 def _method(record: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -67,10 +71,11 @@ def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:
 
 
 def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, float]:
-  """Method -> how many times faster than `over`; {} without it."""
+  """Method -> how many times faster than `over`, by the two of one commit if there are such; {} without it."""
   if over not in methods:
     return {}
-  return {method: methods[over].ms / best.ms for method, best in methods.items() if method != over}
+  newest = methods[over].ms
+  return {method: best.beside.get(over, newest) / best.ms for method, best in methods.items() if method != over}
 
 
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:

@@ -37,6 +37,8 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
     record = json.loads(line)
     if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
       record['title'] = today.label
+      if today.dense_phase != record.get('dense_phase'):
+        record['title'] += ', dense end in 16 bits'
     races.setdefault(title(record), []).append(record)
   return races
 

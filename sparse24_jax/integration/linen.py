@@ -55,7 +55,7 @@ class SparseModule(nn.Module):
       if name.startswith('_') or not callable(getattr(type(vars(self).get('sparse24_model')), name, None)):
         raise
       raise AttributeError(
-        f"{name!r} is a method of the model: apply(variables, {name!r}, x, method='run') runs it with its layers sparse"
+        f"{name!r} is a method of the model: apply(variables, {name!r}, x, method='run') runs it by the recipe"
       ) from error
 
   def _run(self, method: str, args: tuple, kwargs: dict):

@@ -38,7 +38,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and _is_altered(module)]
   if inner:
     raise ValueError(
-      f'{inner} of the model are sparsified by themselves, and would be dense in it: sparsify the model alone, with the'
+      f'{inner} of the model are sparsified by themselves, and would be plain in it: sparsify the model alone, with the'
       ' rules of all parts in one recipe'
     )
   model = nnx.clone(model)

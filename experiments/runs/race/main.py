@@ -236,7 +236,7 @@ class Race:
     )
 
   def _who(self, name: str) -> dict[str, Any]:
-    return {'contender': name, 'title': CONTENDERS[name].label}
+    return {'contender': name, 'title': CONTENDERS[name].label, 'dense_phase': CONTENDERS[name].dense_phase}
 
   def _write(self, record: Mapping[str, Any]) -> None:
     with self.options.out.open('a') as file:
@@ -251,13 +251,15 @@ class Race:
       record = json.loads(line)
       if record['bench'] != 'race':
         continue
-      if not self.same.items() <= record.items():
+      today = CONTENDERS.get(record['contender'])
+      if not self.same.items() <= record.items() or (today and today.dense_phase != record.get('dense_phase')):
         others += 1
       elif record['contender'] in self.done:
         trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
         self.done[record['contender']][trial] = record['loss'] if record['loss'] is not None else math.inf
     if others:
-      self._say(f'{self.options.out}: {others} trials of other races (another of {", ".join(self.same)}) do not count')
+      what = ', '.join([*self.same, 'dense_phase'])
+      self._say(f'{self.options.out}: {others} trials of other races (another of {what}) do not count')
 
   def _say(self, what: str) -> None:
     left = self.end - time.monotonic()

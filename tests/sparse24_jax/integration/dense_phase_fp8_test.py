@@ -123,6 +123,15 @@ class DensePhaseFp8Test(parameterized.TestCase):
     self.assertIn('f8_e4m3', text)
     self.assertIn('f8_e5m2', text)
 
+  def test_what_names_sparse_matmuls_does_not_bind_a_dense_phase(self):
+    """On a CPU 'sparse' raises in a sparse phase."""
+    policy = s24.DotPolicy(s24.transposable(), 'sparse', 'mvue', precision='fp8', implementation='sparse')
+    recipe = s24.Recipe('own', (s24.Rule('w', policy),), phases=(s24.Phase('sparse', 0.5), s24.Phase('dense', 0.5)))
+    x = X.astype(jnp.bfloat16)
+    params = {'w': PARAMS['up']['kernel'].astype(jnp.bfloat16)}
+    found = s24.sparsify(lambda p, x: x @ p['w'], recipe, phase='dense')(params, {}, None, x)
+    np.testing.assert_array_equal(found, s24.dot(x, params['w'], policy=s24.DotPolicy(precision='fp8')))
+
   def test_each_rule_keeps_its_precision(self):
     sparse, sampled = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.soft_threshold_projection(), precision='fp8')
     rules = s24.Rule('a', s24.DotPolicy()), s24.Rule('b', sparse), s24.Rule('c', FP8), s24.Rule('.', sampled)
