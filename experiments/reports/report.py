@@ -156,10 +156,13 @@ def _table(groups: Groups, colours: Mapping[str, str]) -> str:
     rows.append([name, *values])
   side_by_side = any(run.side_by_side for group in groups.values() for run in group)
   shared = ' These runs shared a device with others, so their seconds say nothing about speed.' if side_by_side else ''
+  runs = [run for group in groups.values() for run in group]
+  compared = len(groups) < 2 or any(one.is_dense_of(other) for one in runs for other in runs if one is not other)
+  alone = '' if compared else ' No run here is the dense one of another, by its method: train one with --method dense.'
   lead = (
     'Final validation loss in nats a token (a byte, with the byte tokenizer): mean and sample standard deviation over '
     'seeds, and the difference to the dense run of the same seed. Flip rates compare over the same steps, in which '
-    f'every sparse method is still sparse.{shared}'
+    f'every sparse method is still sparse.{shared}{alone}'
   )
   return page.heading('Comparison', lead) + page.table(heads, rows) + dots(groups, colours)
 

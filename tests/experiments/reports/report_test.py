@@ -52,6 +52,7 @@ class ReportTest(parameterized.TestCase):
       ET.fromstring(picture)
     self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
 
+  @without_pictures
   def test_a_run_without_a_method_is_compared_with_no_other(self):
     """However dense its settings look; nor is it one of the runs of `--method dense`."""
     folder = Path(temp_folder(self))
@@ -62,10 +63,13 @@ class ReportTest(parameterized.TestCase):
     found = records.find_runs([folder])
     shown = {row[0]: row[4] for row in report.table_rows(records.group(found))}
     self.assertEqual(shown, {'dense, no method': '', 'FST': ''})
+    without = 'No run here is the dense one of another'
+    self.assertIn(without, report.write_report([folder], folder / 'report.html').read_text())
     self.assertEmpty(claims.findings(found))
     write_run(folder / 'said', 'dense', 0, 1.2)
     shown = {row[0]: row[4] for row in report.table_rows(records.group(records.find_runs([folder])))}
     self.assertEqual(shown, {'dense': '', 'dense, no method': '', 'FST': '+0.0500'})
+    self.assertNotIn(without, report.write_report([folder], folder / 'report.html').read_text())
 
   @parameterized.parameters(False, True)
   @without_pictures
