@@ -79,11 +79,14 @@ def whole(x: Array, first: int = 0) -> Array:
 
 
 def whole_groups(x: Array, axis: int, size: int = 4) -> Array:
-  """`x` with `axis` whole where types say that devices have parts of its groups of `size`; else as it is."""
-  mesh = _explicit_mesh([x])
-  if mesh is None:
-    return x
+  """`x` with `axis` whole where types say that devices have parts of its groups of `size`; else as it is.
+
+  Of a mesh with explicit and automatic axes the types know the explicit ones, which is all that it takes.
+  """
   sharding, axis = jax.typeof(x).sharding, axis % x.ndim
+  mesh = sharding.mesh
+  if AxisType.Explicit not in mesh.axis_types:
+    return x
   if not sharding.shard_shape(x.shape)[axis] % size:
     return x
   log_once(f'shape {x.shape} is divided as {sharding.spec}, in parts of groups of {size}: axis {axis} is gathered')

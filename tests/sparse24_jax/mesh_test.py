@@ -132,9 +132,11 @@ class SampleTest(parameterized.TestCase):
     self.assertRegex(logs.output[0], r"kernel_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(f(dz, x)))
 
-  def test_groups_that_types_cut_are_gathered_and_said(self):
-    """The same without a kernel, on a mesh of explicit axes."""
-    dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh('Explicit')
+  @parameterized.parameters(AxisType.Explicit, AxisType.Auto)
+  def test_groups_that_types_cut_are_gathered_and_said(self, other):
+    """The same without a kernel, on a mesh whose axes are explicit, or one of them."""
+    dz, x = normal(0, 24, D), jnp.eye(24, dtype=BF16)
+    on = jax.make_mesh((4, 2), ('d', 't'), axis_types=(AxisType.Explicit, other))
     policy, w = s24.DotPolicy(weight_grad='mvue'), jnp.zeros((24, D), BF16)
     f = jit(lambda w, x, dz: jax.vjp(lambda w: s24.dot(x, w, policy=policy, key=KEY), w)[1](dz)[0])
     expected = f(w, x, dz)
