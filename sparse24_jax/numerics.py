@@ -4,10 +4,14 @@ from typing import Literal
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 import jax.numpy as jnp
 
 Format = Literal['e4m3', 'e5m2']
+
+# In a traced program, of numbers that are rounded by arithmetic: no dtype tells them.
+ROUNDED_TO_FP8 = 'sparse24 fp8'
 
 _FORMATS = {'e4m3': jnp.float8_e4m3fn, 'e5m2': jnp.float8_e5m2}
 
@@ -50,7 +54,8 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
   scale = jnp.float32(limits.max) / jnp.where(largest > 0, largest, 1.0)
   # A subnormal maximum would make the scale infinite.
   scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
-  return (_on_grid(x.astype(jnp.float32) * scale, limits) / scale).astype(x.dtype)
+  rounded = (_on_grid(x.astype(jnp.float32) * scale, limits) / scale).astype(x.dtype)
+  return checkpoint_name(rounded, ROUNDED_TO_FP8) if isinstance(rounded, jax.core.Tracer) else rounded
 
 
 def _on_grid(x: Array, limits: jnp.finfo) -> Array:

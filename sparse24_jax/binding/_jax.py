@@ -135,6 +135,11 @@ def name_of(equation: Any) -> str:
   )
 
 
+def is_fp8(variable: Any) -> bool:
+  """Whether a variable of a jaxpr holds numbers of 8 bits."""
+  return 'float8' in str(getattr(variable.aval, 'dtype', ''))
+
+
 def checkpoint_name_of(equation: Any) -> str | None:
   """What `jax.ad_checkpoint.checkpoint_name` calls a value, if the equation is its; `jax_remat3` has it otherwise."""
   if equation.primitive.name == 'name':

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.gates import ARRANGING, gates
+from sparse24_jax.numerics import ROUNDED_TO_FP8
+from sparse24_jax.policy import PrecisionName
 
 UNSURE = -1
 
@@ -47,6 +49,7 @@ class Marks(NamedTuple):
     updates: of weights, which with these are the weights of the next step.
     handed: the weights whose updates it is, arranged or cast at most.
     scaled: the weights in whose updates, as they were handed on, it has a factor that is no gate.
+    fp8: whether what it holds was rounded to 8 bits.
   """
 
   dense: frozenset[Weight] = frozenset()
@@ -57,6 +60,7 @@ class Marks(NamedTuple):
   updates: frozenset[Weight] = frozenset()
   handed: frozenset[Weight] = frozenset()
   scaled: frozenset[Weight] = frozenset()
+  fp8: bool = False
 
   def of_update(self, number: int) -> 'Marks':
     """The same of states and updates that this one of a program's updates made."""
@@ -65,11 +69,12 @@ class Marks(NamedTuple):
 
 
 class Read(NamedTuple):
-  """A line of the program with a matmul that reads a weight, projected or as it is."""
+  """A line of the program with a matmul that reads a weight, projected or as it is, and in which precision."""
 
   weight: Weight
   sparse: bool
   line: str
+  precision: PrecisionName = 'default'
 
 
 class Named(NamedTuple):
@@ -151,7 +156,7 @@ class _Flow(NamedTuple):
 
     for equation in opened.eqns:
       given = [read(atom) for atom in equation.invars]
-      if any(mark != _NONE for mark in given):
+      if any(mark != _NONE for mark in given) or _jax.checkpoint_name_of(equation) in self.made:
         with _jax.inside(equation):
           out = self.equation(equation, given, may_be_gate)
         known.update(zip(equation.outvars, out, strict=True))
@@ -177,12 +182,16 @@ class _Flow(NamedTuple):
     if (called := _jax.checkpoint_name_of(equation)) is not None:
       before = self.named.setdefault(called, [])
       before.extend(given)
+      if called == ROUNDED_TO_FP8:
+        return [mark._replace(fp8=True) for mark in given]
       return [self.made[called].of_update(len(before))] if called in self.made else list(given)
     if name in _MATMULS:
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
       return [self._matmul(equation, given, [mark._replace(dense=frozenset()) for mark in given])] * outs
     made = _made(name, given)
+    if any(_jax.is_fp8(out) for out in equation.outvars):
+      made = made._replace(fp8=True)
     if any(mark.handed or mark.scaled for mark in given):
       handed, scaled = self._handed(name, equation, given, may_be_gate)
       made = made._replace(handed=handed, scaled=scaled)
@@ -223,7 +232,8 @@ class _Flow(NamedTuple):
     for operand in operands:
       for sparse, keys in ((False, operand.dense), (True, operand.sparse - operand.dense)):
         for key in keys:
-          reads |= 1 << self.reads.setdefault(Read(key, sparse, source), len(self.reads))
+          read = Read(key, sparse, source, 'fp8' if operand.fp8 else 'default')
+          reads |= 1 << self.reads.setdefault(read, len(self.reads))
     return Marks(reads=reads, touched=made.touched)
 
 
@@ -279,7 +289,7 @@ def _is_kernel(name: str) -> bool:
 def _union(marks: Sequence[Marks]) -> Marks:
   reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
   dense, states, sparse, updates = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5))
-  found = Marks(dense, states, sparse, reads, touched, updates)
+  found = Marks(dense, states, sparse, reads, touched, updates, fp8=any(mark.fp8 for mark in marks))
   if not any(mark.handed or mark.scaled for mark in marks):
     return found
   handed, scaled = (frozenset().union(*(mark[i] for mark in marks)) for i in (6, 7))

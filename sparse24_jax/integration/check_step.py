@@ -1,10 +1,10 @@
-"""`check_step`: whether a whole step, as it will run, makes the weights sparse whose masks its optimizer keeps."""
+"""`check_step`: whether a whole step reads weights as its optimizer expects: sparse or dense, in FP8 or not."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import inspect
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,7 +22,7 @@ from sparse24_jax.integration.step_weights import (
   ReadBy,
 )
 from sparse24_jax.optim import sparse_states
-from sparse24_jax.recipe import PhaseName
+from sparse24_jax.recipe import PhaseName, PHASES
 from sparse24_jax.rules import is_array, listed
 
 _ADVICE = (
@@ -36,7 +36,19 @@ _ALTERED = (
   ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
 
-_DENSE = "phase 'dense': the step trains every weight dense; check the step of a sparse phase too, if there is one"
+_PHASE = (
+  "give sparsify, sparse_variables and project the phase of the optimizer, phase='dense'; an nnx model has to be"
+  " sparsified again, model = sparsify(model, recipe, phase='dense')"
+)
+_IN_FP8: Mapping[PhaseName, str] = {
+  'sparse': 'apply what sparsify returned for the recipe of the optimizer: project and other recipes have no FP8',
+  'dense': (
+    "in the dense end of a recipe in FP8 apply sparsify(model, recipe, phase='dense') with the optimizer's recipe, not"
+    ' the plain model'
+  ),
+}
+
+_DENSE = "phase 'dense': the step trains dense, and no mask is laid over a weight on the way to its gradient"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +56,12 @@ class CheckedStep:
   """The outcome of `check_step`; as text a line a weight.
 
   Attributes:
-    weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse,
-      on the way to its gradient.
+    weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse
+      or, in a dense phase, dense, on the way to its gradient.
     brought: path of each weight whose mask the step does not take from the state of its optimizer, to the argument that
       brings it. Right where the loop makes it anew for every step, as variables or in an nnx model; else it gets stale.
-    phase: `'dense'` if all updates are of a dense phase: then there are no lines.
+    phase: `'dense'` if all updates are of a dense phase.
+    fp8: paths of the weights that all of these matmuls read in FP8, in hardware or simulated.
 
   >>> import sparse24_jax as s24
   >>> print(s24.CheckedStep({'mlp/up': ('model.py:12 (mlp)',)}))
@@ -58,16 +71,16 @@ class CheckedStep:
   weights: Mapping[str, tuple[str, ...]]
   brought: Mapping[str, str] = dataclasses.field(default_factory=dict)
   phase: PhaseName = 'sparse'
+  fp8: frozenset[str] = frozenset()
 
   def __str__(self) -> str:
-    if self.phase == 'dense':
-      return _DENSE
-    lines = [f'{path}: sparse at {", ".join(lines)}' for path, lines in self.weights.items()]
-    return '\n'.join([*lines, *_notes(self.brought)])
+    how = {path: f'{self.phase}, fp8' if path in self.fp8 else self.phase for path in self.weights}
+    lines = [f'{path}: {how[path]} at {", ".join(lines)}' for path, lines in self.weights.items() if lines]
+    return '\n'.join([*([_DENSE] if self.phase == 'dense' else []), *lines, *_notes(self.brought)])
 
 
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedStep:
-  """Raises an error unless a training step makes sparse what its optimizer keeps masks for. One line before a loop.
+  """Raises an error unless a step reads weights as the phase and recipe of its optimizer say. One line before a loop.
 
   A step that applies the plain model, without `sparsify` or `project`, trains dense while the optimizer goes on
   pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included. Every weight
@@ -77,26 +90,28 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   steps, are an error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or
   donated; shapes are enough.
 
+  In a dense phase no matmul on this way may read a weight under a mask. In both, a weight whose rule has
+  `precision='fp8'` is read in FP8, in hardware or simulated.
+
   An update that is multiplied behind `sparse_training`, by a learning rate or an `optax.ema` say, before it is added to
   the weight, is an error too. This check does not see a factor that is an argument of the step or is bounded, as in
   clipping, terms added to the update, or an outer optimizer that keeps weights of its own. `check(..., optimizer=tx)`
   tries the chain and finds these.
 
   Args:
-    step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
-      update.
+    step: what the loop calls in one phase, with `jax.jit` or without. It computes a loss, its gradient and the update.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`: among them, at any depth, the parameters and the state of
       the optimizer, in a `TrainState` say. What is no array, a function in an Equinox module say, is passed on.
     **kwargs: likewise.
 
   Returns:
-    For each weight the lines whose matmuls read it. A step of a dense phase reads weights dense by design: it has no
-    lines, `phase` says so, and so does a warning.
+    For each weight the lines whose matmuls read it. Of a step of a dense phase `phase` says so, and so does a warning.
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
       a matmul of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
-      update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
+      update is multiplied behind `sparse_training`; or it is read sparse in a dense phase, or not in the FP8 of its
+      rule; or the step makes no update; or there is no state of
       `sparse_training` among the arguments, or no parameters for it, or it keeps no masks in a sparse phase: only
       activations are sparse, or layers in FP8.
 
@@ -133,7 +148,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
         'this recipe keeps no masks, so that check_step cannot see whether the step is sparse: use check(recipe, f,'
         ' params, ...). A step of a dense phase passes if it has its update, tx.update(gradients, opt_state, params)'
       )
-    return _dense()
+    return _told_dense(CheckedStep({}, phase='dense'))
   given = arguments_of((args, kwargs), masks)
   held = [argument.weight for argument in given if argument.weight]
   folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
@@ -142,33 +157,41 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       f'the arguments hold a state of sparse_training for {listed(masks)}, and no parameters with these paths: give'
       ' check_step what the loop gives the step'
     )
-  updates = follow_updates(traced.jaxpr, given, folders)
-  if not updates and has_dense_update(traced.jaxpr):
-    return _dense()
-  if not updates:
+  phases = PHASES if has_dense_update(traced.jaxpr) else ('sparse',)
+  by_phase: dict[PhaseName, Sequence[Mapping[str, ReadBy]]] = {
+    phase: updates for phase in phases if (updates := follow_updates(traced.jaxpr, given, folders, phase))
+  }
+  if not by_phase:
     raise ValueError(
       'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
       ' whole step, with its gradient and tx.update(gradients, opt_state, params)'
     )
-  problems: dict[str, list[str]] = {}
-  for path in masks:
-    if problem := _first_problem(updates, path):
-      problems.setdefault(problem, []).append(path)
+  problems: dict[_Problem, list[str]] = {}
+  for phase, updates in by_phase.items():
+    for path in masks:
+      if problem := _first_problem(updates, path, phase):
+        problems.setdefault(problem, []).append(path)
   if problems:
-    advice = [_ADVICE] if any(u[path].trained for u in updates for paths in problems.values() for path in paths) else []
-    raise ValueError('\n'.join([*(f'{listed(paths)}: {text}' for text, paths in problems.items()), *advice]))
+    advice = dict.fromkeys(problem.advice for problem in problems if problem.advice)
+    raise ValueError('\n'.join([*(f'{listed(paths)}: {problem.text}' for problem, paths in problems.items()), *advice]))
+  phase: PhaseName = 'sparse' if 'sparse' in by_phase else 'dense'
+  updates = by_phase[phase]
+  reads = {path: [read for update in updates for read in update[path].reads] for path in masks}
+  lines = {path: tuple(dict.fromkeys(read.line for read in each)) for path, each in reads.items()}
+  fp8 = frozenset(path for path, each in reads.items() if each and all(read.precision == 'fp8' for read in each))
+  if phase == 'dense':
+    return _told_dense(CheckedStep(lines, phase=phase, fp8=fp8))
   if altered := [path for path in masks if any(update[path].altered for update in updates)]:
     raise ValueError(f'{listed(altered)}: {_ALTERED}')
   brought = {path: _named(step, name) for path, name in _brought(traced.jaxpr, given, folders).items()}
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
-  lines = {path: dict.fromkeys(r.line for update in updates for r in update[path].reads) for path in masks}
-  return CheckedStep({path: tuple(each) for path, each in lines.items()}, brought)
+  return CheckedStep(lines, brought, fp8=fp8)
 
 
-def _dense() -> CheckedStep:
-  log_once(f'check_step: {_DENSE}', 'sparse24_jax', logging.WARNING)
-  return CheckedStep({}, phase='dense')
+def _told_dense(checked: CheckedStep) -> CheckedStep:
+  log_once(f'check_step: {checked}', 'sparse24_jax', logging.WARNING)
+  return checked
 
 
 def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
@@ -211,41 +234,67 @@ def _notes(brought: Mapping[str, str]) -> list[str]:
   ]  # fmt: skip
 
 
-def _first_problem(updates: Sequence[Mapping[str, ReadBy]], path: str) -> str | None:
+class _Problem(NamedTuple):
+  """What is wrong with a weight, in words that others share whose matmuls are in the same lines, and what to do."""
+
+  text: str
+  advice: str = _ADVICE
+
+
+def _first_problem(
+  updates: Sequence[Mapping[str, ReadBy]], path: str, phase: PhaseName = 'sparse'
+) -> _Problem | None:
   """What is wrong with a weight in the first update in which something is."""
   for i, update in enumerate(updates):
-    if problem := _problem(update[path].trained, update[path].reads):
-      return problem if len(updates) == 1 else f'in update {i + 1} of {len(updates)}, {problem}'
+    found = _masked(update[path]) if phase == 'dense' else _unmasked(update[path])
+    if problem := found or _otherwise_precise(update[path], phase):
+      many = len(updates) > 1
+      return problem._replace(text=f'in update {i + 1} of {len(updates)}, {problem.text}') if many else problem
   return None
 
 
-def _problem(trained: Set[Weight], reads: Sequence[Read]) -> str | None:
-  """What is wrong with a weight, in words that others share whose matmuls are in the same lines."""
-  if not trained:
-    return (
+def _lines(reads: Iterable[Read]) -> str:
+  return ', '.join(dict.fromkeys(read.line for read in reads))
+
+
+def _masked(of: ReadBy) -> _Problem | None:
+  if sparse := _lines(read for read in of.reads if read.sparse):
+    return _Problem(f"the step updates in phase 'dense', and reads it sparse at {sparse}", _PHASE)
+  return None
+
+
+def _otherwise_precise(of: ReadBy, phase: PhaseName) -> _Problem | None:
+  if of.asked == 'fp8' and (wide := _lines(read for read in of.reads if read.precision != 'fp8')):
+    text = f"its rule has precision='fp8', and the step reads it {phase}, but not in FP8, at {wide}"
+    return _Problem(text, _IN_FP8[phase])
+  return None
+
+
+def _unmasked(of: ReadBy) -> _Problem | None:
+  if not of.trained:
+    return _Problem(
       'the update of sparse_training is given a weight that is no argument of the step, or a sum of one with something'
-      ' else: give it the parameters as the step has them'
+      ' else: give it the parameters as the step has them',
+      advice='',
     )
-  dense, sparse = (
-    ', '.join(dict.fromkeys(read.line for read in reads if read.sparse is kind)) for kind in (False, True)
-  )
+  dense, sparse = (_lines(read for read in of.reads if read.sparse is kind) for kind in (False, True))
   if dense and sparse:
-    return (
+    return _Problem(
       f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while its'
       ' optimizer keeps a mask for it. If the first is meant, as a penalty on a matmul of the weight may be, check the'
       ' step without it'
     )
   if dense:
-    return f'the step reads it dense at {dense}, while its optimizer keeps a mask for it'
+    return _Problem(f'the step reads it dense at {dense}, while its optimizer keeps a mask for it')
   if not sparse:
-    return (
+    return _Problem(
       'no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it, changes'
       ' it first, or takes a mask that is not computed from the arguments of this step'
     )
   # Of a copy nothing is known, nor of a state that comes with another argument.
-  of_updates = {read.weight.update for read in reads if read.weight.name in {weight.name for weight in trained}}
-  if of_updates and of_updates.isdisjoint({UNSURE, *(weight.update for weight in trained)}):
-    return (
+  of_updates = {read.weight.update for read in of.reads if read.weight.name in {weight.name for weight in of.trained}}
+  if of_updates and of_updates.isdisjoint({UNSURE, *(weight.update for weight in of.trained)}):
+    return _Problem(
       f'at {sparse} the step reads it under the mask of an update before: call sparse_variables in front of each'
       ' forward, with the parameters and the optimizer state that the update before returned'
     )

@@ -12,6 +12,7 @@ from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import (
   holds_state,
+  named_one,
   note_read,
   require_made_for,
   require_same_weights,
@@ -176,4 +177,4 @@ def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
       f'{path}: projection {projection.name!r} keeps what the weights do not tell, a scale of the start or a topology:'
       ' give the optimizer state in place of None'
     )
-  return projection.init(jax.lax.stop_gradient(w))
+  return named_one('chosen', path, projection.init(jax.lax.stop_gradient(w)))

@@ -9,6 +9,8 @@ from sparse24_jax.binding._jax import checkpoint_name_of, equations_of
 from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, UNSURE, Weight
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
 from sparse24_jax.optim import DENSE_UPDATE, name_of, SparseTrainingState
+from sparse24_jax.policy import PrecisionName
+from sparse24_jax.recipe import PhaseName
 from sparse24_jax.rules import is_array, leaves_by_path
 
 
@@ -76,12 +78,14 @@ def _outside(path: str, leaf: Any, masks: Mapping[str, Any]) -> Argument:
 class ReadBy(NamedTuple):
   """What one update says of a weight: the arguments that it trains, and the matmuls on the way to the gradients.
 
-  And whether the program adds to them what something behind `sparse_training` has multiplied, not what it returned.
+  And whether the program adds to them what something behind `sparse_training` has multiplied, not what it returned, and
+  the precision that its rule has.
   """
 
   trained: frozenset[Weight]
   reads: Sequence[Read]
   altered: bool = False
+  asked: PrecisionName = 'default'
 
 
 def has_dense_update(jaxpr: Any) -> bool:
@@ -90,21 +94,22 @@ def has_dense_update(jaxpr: Any) -> bool:
 
 
 def follow_updates(
-  jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
+  jaxpr: Any, given: Sequence[Argument], folders: Sequence[str], phase: PhaseName = 'sparse'
 ) -> Sequence[Mapping[str, ReadBy]]:
   """Follows weights through a step, and from the updates that it makes on through the next one.
 
   Returns:
-    What each update of a sparse phase says of each weight, by path, in the order of the program.
+    What each update of a phase says of each weight, by path, in the order of the program.
   """
   paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
   made = {name_of('states', path): _state(path, folders) for path in paths}
   weights_of = {path: _state(path, folders).states for path in paths}
   made |= {name_of('updates', path): Marks(updates=weights_of[path], handed=weights_of[path]) for path in paths}
+  if phase == 'dense':  # where a mask counts, whoever chose it
+    made |= {name_of('chosen', path): _state(path, folders) for path in paths}
   found = follow_weights(jaxpr, [argument.marks(folders) for argument in given], made)
-  weights, gradients = (
-    {path: found.named.get(name_of(kind, path), []) for path in paths} for kind in ('weights', 'gradients')
-  )
+  kinds = ('weights', 'gradients') if phase == 'sparse' else ('dense weights', 'dense gradients')
+  weights, gradients = ({path: found.named.get(name_of(kind, path), []) for path in paths} for kind in kinds)
   updates = []
   for i in range(max(map(len, weights.values()))):
     before, after = ([(path, each[i]) for path, each in of.items() if i < len(each)] for of in (weights, gradients))
@@ -114,7 +119,8 @@ def follow_updates(
     ours = {path: trained.get(path, frozenset()) for path in paths}
     updates.append({
       path: ReadBy(
-        ours[path], _reads(path, ours[path], reads, touched, found), any(w.name in found.altered for w in ours[path])
+        ours[path], _reads(path, ours[path], reads, touched, found), any(w.name in found.altered for w in ours[path]),
+        'fp8' if name_of('fp8', path) in found.named else 'default',
       )
       for path in paths
     })  # fmt: skip

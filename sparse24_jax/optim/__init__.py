@@ -1,7 +1,7 @@
 """The Optax side: where masks live and change."""
 
 from sparse24_jax.optim._chain import Tried, try_chain
-from sparse24_jax.optim._named import DENSE_UPDATE, name_of
+from sparse24_jax.optim._named import DENSE_UPDATE, name_of, named_one
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
@@ -32,6 +32,7 @@ __all__ = [
   'holds_state',
   'mvue_gradients',
   'name_of',
+  'named_one',
   'note_read',
   'regroup_neurons',
   'require_made_for',

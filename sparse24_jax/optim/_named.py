@@ -8,9 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse24_jax.optim._weights import Absent, is_leaf
 from sparse24_jax.rules import map_by_path
 
-Kind = Literal['weights', 'gradients', 'updates', 'states']
+# Of weights and gradients in a sparse phase and in a dense one; of weights whose rule has this precision; of masks that
+# are chosen for a forward from the weights that it reads, and not by the optimizer.
+Kind = Literal['weights', 'gradients', 'dense weights', 'dense gradients', 'fp8', 'updates', 'states', 'chosen']
 
-# Of its counter: the update is of a dense phase, in which no weight has a name, as nothing of a gradient is checked.
+# Of its counter: the update is of a dense phase, where no weight may have a mask.
 DENSE_UPDATE = 'sparse24 dense update'
 
 
@@ -26,7 +28,11 @@ def named(kind: Kind, projections: Any, tree: Any) -> Any:
   """
 
   def one(path: str, p: Any, x: Any) -> Any:
-    sparse = not isinstance(p, Absent) and isinstance(x, jax.core.Tracer)
-    return checkpoint_name(x, name_of(kind, path)) if sparse else x
+    return x if isinstance(p, Absent) else named_one(kind, path, x)
 
   return map_by_path(one, projections, tree, is_leaf=is_leaf)
+
+
+def named_one(kind: Kind, path: str, x: Any) -> Any:
+  """An array of one weight, with its name as above."""
+  return checkpoint_name(x, name_of(kind, path)) if isinstance(x, jax.core.Tracer) else x

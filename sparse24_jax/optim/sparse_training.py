@@ -15,7 +15,7 @@ import optax
 from pallas_kernels import _dispatch
 from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
-from sparse24_jax.optim._named import DENSE_UPDATE, named
+from sparse24_jax.optim._named import DENSE_UPDATE, named, named_one
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
 from sparse24_jax.optim._state import require_optimizer, states_of
 from sparse24_jax.optim._training_state import (
@@ -33,7 +33,14 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
-from sparse24_jax.rules import leaves_by_path, log_matches, require_arrays, require_gradients
+from sparse24_jax.rules import (
+  leaves_by_path,
+  log_matches,
+  map_by_path,
+  matched_rules,
+  require_arrays,
+  require_gradients,
+)
 from sparse24_jax.topology import Context
 
 
@@ -180,12 +187,14 @@ def sparse_training(
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
+      in_fp8 = {path for path, rule in matched_rules(params, recipe).items() if rule.policy.precision == 'fp8'}
     sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
     require_same_weights(recipe, sparse, state)
     fits = require_same_recipe(recipe, state)
-    if phase == 'sparse':
-      params, updates = named('weights', projections, params), named('gradients', projections, updates)
-    elif isinstance(state.count, jax.core.Tracer):
+    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
+    params = map_by_path(lambda path, w: named_one('fp8', path, w) if path in in_fp8 else w, params)
+    updates = named('gradients' if phase == 'sparse' else 'dense gradients', projections, updates)
+    if phase == 'dense' and isinstance(state.count, jax.core.Tracer):
       state = state._replace(count=checkpoint_name(state.count, DENSE_UPDATE))
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it.

@@ -252,9 +252,28 @@ class CheckStepOnHopperTest(parameterized.TestCase):
     with hopper():
       params = {'up': struct(2, D, HIDDEN), 'down': struct(2, HIDDEN, D)}
       given = params, jax.eval_shape(tx.init, params), struct(TOKENS, D)
-      self.assertEqual(set(s24.check_step(step, *given, sparse=True).weights), {'up', 'down'})
+      found = s24.check_step(step, *given, sparse=True)
+      self.assertEqual((set(found.weights), found.fp8), ({'up', 'down'}, {'up', 'down'} if fp8 else set()))
       with self.assertRaisesRegex(ValueError, 'down: the step reads it dense at'):
         s24.check_step(step, *given, sparse=False)
+
+  def test_kernels_of_fst_in_fp8_in_both_phases(self):
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=True)
+
+    def loss(params, x):
+      return (jax.nn.gelu(x @ params['up']) @ params['down']).astype(jnp.float32).sum()
+
+    def step(params, state, x, phase):
+      variables = s24.sparse_variables(params, state, recipe, phase=phase)
+      grads = jax.grad(s24.sparsify(loss, recipe, phase=phase))(params, variables, jax.random.key(0), x)
+      return s24.sparse_training(optax.sgd(0.1), recipe, phase=phase).update(grads, state, params)
+
+    with hopper():
+      params = {'up': struct(D, HIDDEN), 'down': struct(HIDDEN, D)}
+      state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), recipe, phase='sparse').init, params)
+      for phase in s24.recipe.PHASES:
+        found = s24.check_step(step, params, state, struct(TOKENS, D), phase=phase)
+        self.assertEqual((found.phase, found.fp8), (phase, {'up', 'down'}))
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 from absl.testing import absltest, parameterized
 from flax import linen as nn
@@ -170,9 +171,89 @@ class CheckStepTest(parameterized.TestCase):
       log_once.cache_clear()  # a process says it once
       with self.assertLogs('sparse24_jax', 'WARNING') as logs:
         found = checked(recipe, 'plain', phase=phase)
-      self.assertEqual(found, s24.CheckedStep({}, phase='dense'))
-      self.assertStartsWith(str(found), "phase 'dense': the step trains every weight dense")
+      self.assertEqual((found.phase, set(found.weights)), ('dense', set() if recipe is alone else {'up', 'down'}))
+      text = str(found)
+      self.assertStartsWith(text, "phase 'dense': the step trains dense, and no mask")
+      self.assertLen(re.findall(r'\n(?:up|down): dense at \S*check_step_test.py', text), len(found.weights))
       self.assertEqual(logs.records[-1].getMessage(), f'check_step: {found}')
+
+  @parameterized.parameters('variables of the weights', 'project of the weights', 'project of the state')
+  @pytest.mark.few(2)
+  def test_a_dense_phase_that_goes_on_sparse(self, how):
+    recipe, given = RECIPES['fst'], params_of()
+    tx, sparse = s24.sparse_training(optax.adam(1e-3), recipe, phase='dense'), s24.sparsify(loss, recipe)
+
+    def of(params, state, x):
+      if how == 'variables of the weights':
+        return sparse(params, s24.sparse_variables(params, None, recipe), jax.random.key(0), x)
+      kept = state if how == 'project of the state' else None
+      return loss(s24.project(params, kept, s24.bind(recipe, loss, params, x), phase='sparse'), x)
+
+    def step(params, state, x):
+      updates, state = tx.update(jax.grad(of)(params, state, x), state, params)
+      return optax.apply_updates(params, updates), state
+
+    line = inspect.getsourcelines(loss)[1] + 5
+    with self.assertRaisesRegex(
+      ValueError,
+      rf"(?s)^down(, up)?: the step updates in phase 'dense', and reads it sparse at \S*check_step_test.py:{line}\b.*\n"
+      "give sparsify, sparse_variables and project the phase of the optimizer, phase='dense'; an nnx model",
+    ):
+      s24.check_step(step, given, jax.eval_shape(tx.init, given), X)
+
+  @parameterized.parameters(1, 40)
+  def test_an_nnx_model_that_is_not_sparsified_again(self, every):
+    recipe = s24.recipes.transposable_srste('kernel', masked_decay=1e-3, refresh_every=every)
+    plain = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+    sparse = s24.sparsify(plain, recipe, phase='sparse', rngs=nnx.Rngs(mvue=0))
+    for model in (sparse, s24.sparsify(sparse, recipe, phase='dense'), plain):
+      optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(0.1), recipe, phase='dense'), wrt=nnx.Param)
+      if model is sparse:
+        with self.assertRaisesRegex(ValueError, "^kernel: the step updates in phase 'dense', and reads it sparse at"):
+          s24.check_step(step, model, optimizer, X)
+      else:
+        self.assertEqual(s24.check_step(step, model, optimizer, X).phase, 'dense')
+
+  @parameterized.product(phase=s24.recipe.PHASES, implementation=(None, 'dense'))
+  def test_a_rule_in_fp8_is_read_in_fp8(self, phase, implementation):
+    """Simulated, and rounded as kernels do; the plain model and a recipe in 16 bits are errors."""
+
+    def recipe_of(precision):
+      policy = s24.DotPolicy(s24.transposable(), 'sparse', precision=precision, implementation=implementation)
+      rules = s24.Rule('up', policy), s24.Rule('down', s24.DotPolicy(s24.magnitude()))
+      return s24.Recipe('own', rules, phases=(s24.Phase('sparse', 0.9), s24.Phase('dense', 0.1)))
+
+    recipe, wide = recipe_of('fp8'), recipe_of('default')
+    params, x = jax.eval_shape(lambda: jax.tree.map(jnp.bfloat16, (params_of(), X)))
+    tx = s24.sparse_training(optax.adam(1e-3), recipe, phase=phase)
+
+    def step(params, state, x, run):
+      def of(params):
+        if run is None:
+          return loss(params, x)
+        variables = s24.sparse_variables(params, state, recipe, phase=phase)
+        return s24.sparsify(loss, run, phase=phase)(params, variables, None, x)
+
+      updates, state = tx.update(jax.grad(of)(params), state, params)
+      return optax.apply_updates(params, updates), state
+
+    def check(run):
+      return s24.check_step(functools.partial(step, run=run), params, jax.eval_shape(tx.init, params), x)
+
+    found = check(recipe)
+    self.assertEqual((found.phase, found.fp8), (phase, {'up'}))
+    self.assertRegex(str(found), rf'(?s)\bdown: {phase} at.*\bup: {phase}, fp8 at')
+    advice = 'recipe of the optimizer' if phase == 'sparse' else "sparsify.model, recipe, phase='dense'. with"
+    for run in (wide,) if phase == 'sparse' else (wide, None):
+      with self.assertRaisesRegex(
+        ValueError, rf"^up: its rule has precision='fp8', .* reads it {phase}, but not in FP8, at .*\n.* {advice}"
+      ):
+        check(run)
 
   def test_a_recipe_without_masks_shows_nothing(self):
     """But in a dense phase; nor does the step of a dense recipe that makes no update."""
