@@ -143,8 +143,8 @@ def sparse_variables(
     recipe: the recipe of that state.
     phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over but, for nnx, which phase it
       is: a model that was made for the other one is an error in `nnx.update`. The model still has to be that of the
-      dense phase: one of the sparse phase goes on sparse without a word. If `sparsify` did not make the nnx model, Flax
-      says "Found data ... assigned to static attribute 'sparse24'". None is the recipe's first; a recipe that
+      dense phase, as `check_step` sees: one of the sparse phase goes on sparse. If `sparsify` did not make the nnx
+      model, Flax says "Found data ... assigned to static attribute 'sparse24'". None is the recipe's first; one that
       begins dense, to be sparse later, must be told.
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen. Which
       matmuls then read it each forward decides by its tokens and their dtype, which are not known here.
