@@ -219,6 +219,30 @@ class CheckStepTest(parameterized.TestCase):
       else:
         self.assertEqual(s24.check_step(step, model, optimizer, X).phase, 'dense')
 
+  def test_both_phases_in_one_program(self):
+    """By branches; a metric of the sparse model in the dense one does not count, its gradient does."""
+    params = {'w': params_of()['up'][0]}
+    recipe = s24.bind(s24.recipes.transposable_srste('w', masked_decay=1e-3), square, params, X)
+    txs = {phase: s24.sparse_training(optax.sgd(0.1), recipe, phase=phase) for phase in s24.recipe.PHASES}
+
+    def in_phase(phase, trains, params, state, x):
+      def sparse(params):
+        return square(s24.project(params, None if phase == 'dense' else state, recipe, phase='sparse'), x)
+
+      of = sparse if trains == 'sparse' else functools.partial(square, x=x)
+      updates, after = txs[phase].update(jax.grad(of)(params), state, params)
+      return optax.apply_updates(params, updates), after, sparse(params)
+
+    def step(params, state, x, is_sparse, trains):
+      branches = (functools.partial(in_phase, 'sparse', 'sparse'), functools.partial(in_phase, 'dense', trains))
+      return jax.lax.cond(is_sparse, *branches, params, state, x)
+
+    given = params, jax.eval_shape(txs['sparse'].init, params), X, np.bool_(True)
+    found = s24.check_step(functools.partial(step, trains='dense'), *given)
+    self.assertEqual((found.phase, list(found.weights)), ('sparse', ['w']))
+    with self.assertRaisesRegex(ValueError, "^w: the step updates in phase 'dense', and reads it sparse at"):
+      s24.check_step(functools.partial(step, trains='sparse'), *given)
+
   @parameterized.product(phase=s24.recipe.PHASES, implementation=(None, 'dense'))
   def test_a_rule_in_fp8_is_read_in_fp8(self, phase, implementation):
     """Simulated, and rounded as kernels do; the plain model and a recipe in 16 bits are errors."""
