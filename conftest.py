@@ -105,6 +105,13 @@ def optimized(request):
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_said_yet():
+  """What a process logs once it may have logged in a test before, whichever that was."""
+  if (dispatch := sys.modules.get('pallas_kernels._dispatch')) is not None:
+    dispatch.log_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def strict_dtypes(request):
   """No silent dtype promotion in our own arithmetic; Optax, used in the rest, is not written for that."""
   if 'pallas_kernels' in request.node.nodeid:
