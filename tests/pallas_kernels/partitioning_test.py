@@ -225,7 +225,6 @@ class MeshTest(parameterized.TestCase):
     self.assertEqual(seen, [expected] * 2)
 
   def test_that_vnm_is_gathered_is_said(self):
-    _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       for _ in range(2):
         jax.eval_shape(functools.partial(vnm.vnm_pack, v=1, m=8), integers(0, 1, 8))

@@ -10,7 +10,7 @@ import tempfile
 from absl.testing import absltest
 import numpy as np
 
-from pallas_kernels import _dispatch, _records, _tuning, costs
+from pallas_kernels import _records, _tuning, costs
 from tests import targets
 
 H100 = 'nvidia_h100_80gb_hbm3'
@@ -53,7 +53,6 @@ class RecordsTest(absltest.TestCase):
     self.assertIsNone(_records.lookup('gpu', 'op', _KEY, folder=folder))
 
   def test_float16_takes_what_was_measured_in_bfloat16(self):
-    _dispatch.log_once.cache_clear()
     bf16, fp16, wide = (
       _KEY | {'dtype': a, 'out_dtype': b}
       for a, b in (('bfloat16', 'bfloat16'), ('float16', 'float16'), ('float16', 'float32'))

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 
-from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
@@ -333,7 +332,6 @@ class RefusalTest(parameterized.TestCase):
         jax.eval_shape(jax.grad(loss), w)
 
   def test_the_simulation_is_said_once(self):
-    _dispatch.log_once.cache_clear()
     x, weights, _, states, _ = problem(gated=False, biased=False)
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(2):

@@ -119,7 +119,6 @@ class PlanTest(parameterized.TestCase):
       self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, 'cusparselt', 'mosaic_gpu'))
 
   def test_a_library_that_a_record_chose_may_be_missing(self):
-    _dispatch.log_once.cache_clear()
     absent = NotImplementedError('cuSPARSELt was not found')
     with (
       gpu(records=lambda m, n, k, **_: ('cusparselt', 'dense'), library=absent),
@@ -258,7 +257,6 @@ class PlanTest(parameterized.TestCase):
     )
 
   def test_absent_triton_is_said_once(self):
-    _dispatch.log_once.cache_clear()
     with gpu(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         backends(FST, 32, 64, 128, BF16)

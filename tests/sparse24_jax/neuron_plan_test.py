@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch, _records, costs
+from pallas_kernels import _records, costs
 from pallas_kernels.ffi import cusparselt
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
@@ -235,7 +235,6 @@ class PlanTest(absltest.TestCase):
     return gain.plan_neurons(policy, tokens, D, H, jnp.bfloat16).plain is None
 
   def test_follows_the_records_and_says_so_once(self):
-    _dispatch.log_once.cache_clear()
     with gpu(), self.assertLogs('sparse24_jax', 'INFO') as logs:
       for times, taken in ((WINS, True), (NOTHING, False)):
         with records(times):

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 
-from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from tests.draws import gaussian, parameters
 
@@ -194,7 +193,6 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     self.assertIs(s24.only_where_it_pays(model_of(768), FST, tokens=2048, device='another GPU'), FST)
 
   def test_what_was_not_measured_is_said_to_stay(self):
-    _dispatch.log_once.cache_clear()
     params = model_of(64, 768)
     with self.assertLogs('sparse24_jax', 'WARNING') as logs:
       s24.only_where_it_pays(params, FST, tokens=2048, device='another GPU')

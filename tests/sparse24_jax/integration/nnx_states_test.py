@@ -235,7 +235,6 @@ class StatesTest(parameterized.TestCase):
 
   def test_links_that_only_the_optimizer_knows(self):
     """Weights tell nothing of a topology that moves: with another optimizer the model would be dense, unsaid."""
-    _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', 'WARNING') as logged:
       s24.sparsify(linear(nnx.Rngs(0)), s24.recipes.rigl('kernel', density=0.3, total_steps=1000))
     self.assertRegex(logged.output[0], r'kernel: .* Until nnx.update.*all entries count: .* train dense')
