@@ -97,8 +97,7 @@ def main(argv: list[str] | None = None) -> int:
   if block.gain is None and not any(part.by and part.ms is not None for part in (*block.chosen, *block.dense)):
     return 0
   print()
-  share = sum(phase.fraction for phase in recipe.phases if phase.name == 'sparse')
-  steps = f', in sparse steps ({share:.0%})' if any(phase.name == 'dense' for phase in recipe.phases) else ''
+  steps = f', in sparse steps ({recipe.fraction_of("sparse"):.0%})' if recipe.fraction_of('dense') else ''
   _say(f'Recipe {args.recipe} on {device}, {args.tokens} tokens{steps}:')
   if measured and measured != [device]:
     what = 'for sizes far from those measured on' if device in measured else 'nothing was measured on'

@@ -31,8 +31,8 @@ def block_gain(
 
   A recipe with sparse activations has the squared-ReLU block, which stays dense where its kernels are not known to pay;
   `why_dense` says why. It packs its weights in every micro-batch and takes them in `dtype` only, so `micro_batches` and
-  `weight_dtype` change nothing. A cast of weights that are stored in another dtype is not counted, in the dense block
-  neither.
+  `weight_dtype` change nothing. A cast of weights that are stored in another dtype is not counted, nor is it in the
+  dense block.
 
   `docs/speed.md` says how near these gains come to measured ones.
 

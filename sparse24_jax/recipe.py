@@ -300,6 +300,15 @@ class Recipe:
     """Whether pruned weights decay: not known to be by a factor of zero."""
     return not isinstance(self.masked_decay, float | int) or self.masked_decay > 0
 
+  def fraction_of(self, phase: PhaseName) -> float:
+    """The share of the steps that are in phases of this name.
+
+    >>> import sparse24_jax as s24
+    >>> round(s24.recipes.transposable_srste('.*', masked_decay=6e-5).fraction_of('dense'), 3)
+    0.167
+    """
+    return sum(each.fraction for each in self.phases if each.name == phase)
+
   def in_dense_phase(self) -> 'Recipe | None':
     """What its dense phases run: its layers in FP8, dense. None if that is the plain model.
 

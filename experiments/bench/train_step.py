@@ -54,17 +54,12 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -
   return _record(twins, options, head, rows, refresh) | dict(profile=profile, headline=not options.tiny)
 
 
-def share_of_sparse(recipe: Recipe) -> float:
-  """The share of the steps that are sparse."""
-  return sum(phase.fraction for phase in recipe.phases if phase.name == 'sparse')
-
-
 def run_speedup(recipe: Recipe, ms: float, rows: Mapping[str, Any]) -> dict[str, float]:
   """How many times faster than each twin a whole run is, with sparse steps of `ms` and the dense steps of the twin.
 
   Nothing where these are in FP8, as no twin is.
   """
-  share = share_of_sparse(recipe)
+  share = recipe.fraction_of('sparse')
   if share < 1 and recipe.in_dense_phase() is not None:
     return {}
   return {name: round(1 / (1 - share + share * ms / row['median_ms']), 4) for name, row in rows.items()}
@@ -103,7 +98,7 @@ def _record(
     refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
     amortised_ms=round(amortised, 4), tokens_per_s=speed(amortised), baselines=rows,
     speedup=_bench.speedup(rows, amortised),
-    sparse_share=round(share_of_sparse(twins.recipe), 4),
+    sparse_share=round(twins.recipe.fraction_of('sparse'), 4),
     run_speedup=run_speedup(twins.recipe, amortised, rows),
     sparse_calls=hlo.sparse_calls(twins.compiled['sparse'].as_text(), tokens=summed),
   )  # fmt: skip

@@ -86,10 +86,10 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included. Every weight
   that the update of `sparse_training` is given is followed to the matmuls that read it, and these to the gradients of
   that update; of several steps in one program, a loop of Python say, every update. What does not reach them does not
-  count: a metric, an evaluation of an average of the weights. One behind `stop_gradient` passes if gradients of others
-  come through its matmul; `check` finds it. Variables that are made once, before a Python loop of
-  steps, are an error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or
-  donated; shapes are enough.
+  count: a metric, an evaluation of an average of the weights. A weight behind `stop_gradient` passes if gradients of
+  others come through its matmul; `check` finds it. Variables that are made once, before a Python loop of steps, are an
+  error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or donated; shapes
+  are enough.
 
   In a dense phase no matmul on this way may read a weight under a mask. In both, a weight whose rule has
   `precision='fp8'` is read in FP8, in hardware or simulated.

@@ -71,7 +71,7 @@ class SparseModule(nn.Module):
     params, states = collections.pop('params', {}), collections.pop(COLLECTION, {})
     found = dict(leaves_by_path(states, is_leaf=is_state))
     own = {path: state for path, state in found.items() if _of_fingerprint(path) or rule_for(path, self.recipe)}
-    if not any(phase.name == 'sparse' for phase in self.recipe.phases):
+    if not self.recipe.fraction_of('sparse'):
       _refuse(own)
     # A part that is sparse by itself, or that calls `sparse24_jax.dot`, finds what is its own.
     if others := {path: state for path, state in found.items() if path not in own}:

@@ -36,7 +36,7 @@ class Known:
   @property
   def is_sparse(self) -> bool:
     """Whether it makes anything sparse, at any time."""
-    return any(phase.name == 'sparse' for phase in self.example(*self.paths).phases)
+    return self.example(*self.paths).fraction_of('sparse') > 0
 
   def example(self, *paths: str) -> Recipe:
     """The recipe of the weights that these patterns match."""

@@ -57,8 +57,7 @@ class Contender:
   def dense_phase(self) -> str | None:
     """'fp8' where layers of its dense phase are in FP8, as they were not in records without this."""
     recipe = self.make(DECAY, MANY_STEPS)
-    in_fp8 = any(phase.name == 'dense' for phase in recipe.phases) and recipe.in_dense_phase() is not None
-    return 'fp8' if in_fp8 else None
+    return 'fp8' if recipe.fraction_of('dense') and recipe.in_dense_phase() else None
 
   def make(self, decay: Any, steps: Any) -> s24.Recipe:
     """Its recipe, by the masked decay and the steps of a run.
