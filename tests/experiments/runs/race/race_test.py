@@ -90,6 +90,24 @@ def _prepared(test):
 
 
 class ProgramTest(absltest.TestCase):
+  def test_trials_whose_dense_end_was_in_16_bits_do_not_count(self):
+    """Records of before lack the field; those of other contenders do not need it."""
+    folder = _prepared(self)
+    out = folder / 'race.jsonl'
+    argv = f'--out {out} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --contenders fst fst_fp8_all'.split()
+    options = program.parser().parse_args(argv)
+    trial = dict(rate=0.02, decay=0.0, seed=0, share=1.0, loss=1.0)
+    for dense_phase, counted in ((None, 0), ('fp8', 1)):
+      records = [
+        {'bench': 'race', **program.Race(options).same, 'contender': name, **trial, 'dense_phase': phase}
+        for name, phase in (('fst', None), ('fst_fp8_all', dense_phase))
+      ]  # fmt: skip
+      lines = [json.dumps({k: v for k, v in each.items() if v is not None or k != 'dense_phase'}) for each in records]
+      out.write_text('\n'.join(lines) + '\n')
+      done = program.Race(options).done
+      self.assertEqual((len(done['fst']), len(done['fst_fp8_all'])), (1, counted))
+      out.unlink()
+
   def test_trains_records_and_resumes(self):
     folder = _prepared(self)
     out = folder / 'race.jsonl'
