@@ -1,4 +1,4 @@
-"""What is called outside of a trace, compiled as one program."""
+"""Functions that are one program outside of a trace, and in one are traced once a shape."""
 
 from collections.abc import Callable
 import functools
@@ -7,9 +7,10 @@ import jax
 
 
 def one_program[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Compiles calls with concrete arrays as a whole, once a shape; in a trace the function is called as it is.
+  """Compiles calls with concrete arrays as a whole, once a shape; in a trace the operations stand where it is called.
 
-  By itself JAX compiles each operation of such a call, which takes longer.
+  By itself JAX compiles each operation of a concrete call, and traces the function anew for each call in a trace, which
+  both take longer.
 
   Args:
     *static: names of the arguments that are not arrays.
@@ -22,12 +23,11 @@ def one_program[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, 
   """
 
   def decorate(f: Callable[P, R]) -> Callable[P, R]:
-    program = jax.jit(f, static_argnames=static, inline=True)
+    program = jax.jit(f, static_argnames=static, inline=jax.Inline.JAX_EARLY)
 
     @functools.wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-      traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
-      return f(*args, **kwargs) if traced else program(*args, **kwargs)
+      return program(*args, **kwargs)
 
     return call
 
