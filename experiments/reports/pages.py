@@ -80,6 +80,7 @@ def _read(name: str, title: str) -> list[dict[str, Any]]:
 # Race -> file of its records, and its title there.
 _RACES = {
   'three layers': ('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
+  'width 4096': ('race_h200_wide4096.jsonl', 'wide4096, rotary_qk_norm, 70 s each'),
   '302m': ('race_h200_seeds.jsonl', 'wide2048, rotary_qk_norm, 100 s each'),
   '302m, all': ('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each'),
   '774m': ('race_h200_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
@@ -176,6 +177,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
     'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
+    'race of width 4096 by seed': lambda: race_by_seed('width 4096', 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
@@ -193,6 +195,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: trials_of_race('302m'),
     'race of three layers': lambda: trials_of_race('three layers'),
+    'race of width 4096': lambda: trials_of_race('width 4096'),
     'race of 774m': lambda: trials_of_race('774m'),
     'race of 124m': lambda: trials_of_race('124m'),
     'race of parts at 124m': lambda: trials_of_race('124m, parts'),
