@@ -6,7 +6,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 from pallas_kernels.two_of_four.philox import check_origin, group_uniforms, seed_words
 
@@ -30,7 +30,7 @@ def mvue24(
   return sample if whole is x else _partitioning.like(sample, x)
 
 
-@one_program('axis')
+@traced_once('axis')
 def _mvue24(x: Array, key: Array, axis: int, origin: tuple[Array | int, Array | int, Array | int]) -> Array:
   # Coordinates: the grouped axis is the last but one, columns the last, everything before them one batch axis.
   if x.ndim == 1:

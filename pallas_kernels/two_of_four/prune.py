@@ -4,7 +4,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 
 
@@ -25,7 +25,7 @@ def ranks(x: Array) -> Array:
   return jnp.where(bits > infinity, -jnp.ones((), integer), bits)
 
 
-@one_program('n', 'm', 'axis')
+@traced_once('n', 'm', 'axis')
 def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array:
   """Keeps the `n` largest magnitudes of each `m`; see `sparse24_jax.magnitude_mask`."""
   if not 0 < n <= m:
@@ -44,7 +44,7 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
   return join_groups([(b < n) & (x >= 0) for b, x in zip(beaten_by, a, strict=True)], axis)
 
 
-@one_program('axis')
+@traced_once('axis')
 def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   """sign(w) max(|w| - t, 0), t the second smallest magnitude of a group; see `sparse24_jax.soft_threshold`."""
   axis = check_groups(w, axis)
@@ -70,7 +70,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
 SCALE_OF_GAUSSIAN = 1.4837
 
 
-@one_program('axis')
+@traced_once('axis')
 def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   """<w, S(w)> / ||S(w)||^2 in float32, one a matrix; see `sparse24_jax.soft_threshold_scale`."""
   check_groups(w, axis)

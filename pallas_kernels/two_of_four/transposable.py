@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.formats import check_floating, check_groups
 from pallas_kernels.two_of_four.prune import magnitudes
 
@@ -82,7 +82,7 @@ def _check(w: Array) -> None:
   check_floating(w, 'w')
 
 
-@one_program()
+@traced_once()
 def transposable_mask(w: Array) -> Array:
   """The best of the 90 patterns in each 4x4 block; see `sparse24_jax.transposable_mask`.
 
@@ -146,7 +146,7 @@ def _first_best(*candidates: _Choice) -> _Choice:
   return best, code
 
 
-@one_program()
+@traced_once()
 def two_approximation_mask(w: Array) -> Array:
   """Greedy: entries by falling magnitude, kept while row and column have room; see `sparse24_jax.transposable_mask`."""
   _check(w)
