@@ -145,7 +145,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_HALF, _QUARTER = {'ffn_width': 0.5}, {'ffn_width': 0.25}
+_HALF, _QUARTER, _EIGHTH = ({'ffn_width': width} for width in (0.5, 0.25, 0.125))
 _EXACT = {'weight_grad': 'dense'}
 CONTENDERS: Mapping[str, Contender] = {
   'dense': of('dense'),
@@ -179,6 +179,8 @@ CONTENDERS: Mapping[str, Contender] = {
   ),
   'quarter_ffn_fp8': of('dense', 'FFN a quarter as wide', 'in FP8', model=_QUARTER, fp8=LINEAR),
   'quarter_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN a quarter as wide', model=_QUARTER),
+  'eighth_ffn_fp8': of('dense', 'FFN an eighth as wide', 'in FP8', model=_EIGHTH, fp8=LINEAR),
+  'eighth_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN an eighth as wide', model=_EIGHTH),
   # A smaller model is another rival for the same seconds.
   'dense_124m': of('dense', '124M (85M on bytes)', size='124m'),
   'dense_124m_fp8': of('dense', '124M (85M on bytes)', 'in FP8', size='124m', rate=1e-3, fp8=LINEAR),
