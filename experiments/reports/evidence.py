@@ -44,14 +44,12 @@ OPTIONS = (
   Option('FST, FP8', 'transposable_srste_fp8', ('fst_fp8', 'fst_fp8_all')),
   Option('S-STE', 's_ste', ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
-    'S-STE, FP8',
-    's_ste_fp8',
-    ('s_ste_fp8', 's_ste_fp8_all', *(f'{width}_ffn_s_ste_fp8_all' for width in ('half', 'quarter', 'eighth'))),
-    ends_sparse=True,
+    'S-STE, FP8', 's_ste_fp8',
+    ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all'), ends_sparse=True,
   ),
   Option('SR-STE', 'sr_ste', ('sr_ste',), ends_sparse=True),
   Option('dense, FP8', None, ('dense_fp8',)),
-  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8', 'eighth_ffn_fp8')),
+  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
 )
 NAMES = {name: option for option in OPTIONS for name in option.contenders}

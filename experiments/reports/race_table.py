@@ -31,13 +31,17 @@ def title(record: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, list[dict[str, Any]]]:
-  """Records of each race of a file, by its title; a contender of races is called as it is today, not as it was then."""
+  """Records of each race of a file, by its title; a contender of races is called as it is today, not as it was then.
+
+  One whose dense end has become FP8 since is another contender.
+  """
   races: dict[str, list[dict[str, Any]]] = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
     if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
       record['title'] = today.label
       if today.dense_phase != record.get('dense_phase'):
+        record['contender'] += '_with_16_bit_dense_end'
         record['title'] += ', dense end in 16 bits'
     races.setdefault(title(record), []).append(record)
   return races
