@@ -17,7 +17,7 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import one_program, traced_once
 
 # The two-bit positions (low, high) of the pairs that a group can keep, by rank; `low | high << 2` is the nibble.
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
@@ -184,7 +184,7 @@ def decompress(c: Compressed24) -> Array:
   return expand(c)
 
 
-@one_program()
+@traced_once()
 def expand(c: Compressed24) -> Array:
   """`decompress` of what was made here, which needs no check."""
   nibbles = unpack_nibbles(c.metadata, c.axis, c.values.shape[c.axis] // 2)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.arch import REGISTER_ORDER
 
 Array = jax.Array
@@ -77,7 +77,7 @@ def metadata_shape(m: int, k: int) -> tuple[int, int, int]:
   return -(-m // 64), -(-k // 64), 128
 
 
-@one_program()
+@traced_once()
 def to_operand(c: formats.Compressed24) -> SparseOperand:
   """The kernel's operand from the open format.
 
@@ -114,7 +114,7 @@ def to_operand(c: formats.Compressed24) -> SparseOperand:
   return SparseOperand(c.values, word.reshape(*batch, tiles_m, tiles_k, 128))
 
 
-@one_program()
+@traced_once()
 def from_operand(operand: SparseOperand) -> formats.Compressed24:
   """Inverse of `to_operand`, compressed along the last axis."""
   check_layout(operand, 'operand')

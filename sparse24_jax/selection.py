@@ -10,11 +10,12 @@ import zlib
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 
 
-@one_program()
+@traced_once()
 def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
   """The `count` largest scores of each matrix, among those allowed; ties go to the lower index (row by row).
 
@@ -61,17 +62,21 @@ def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Arra
   return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
 
 
-@one_program('seed', 'path', 'shape')
 def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
   """Uniform uint32 of shape `[..., rows, columns]` from seed, step, path and position; the same for every sharding.
 
   A counter-based hash, each word mixed in with full avalanche: it only has to shuffle links, and compiles in a
   hundredth of the time of a cryptographic generator, which counts with one draw a weight.
   """
+  return _drawn(np.uint32(seed % 2**32), jnp.asarray(step), np.uint32(zlib.crc32(path.encode())), shape)
+
+
+@traced_once('shape')
+def _drawn(seed: np.uint32, step: Array, path: np.uint32, shape: tuple[int, ...]) -> Array:
   # The barrier: at the start of a run the step is a constant, and XLA would fold whole masks while it compiles.
-  step = jax.lax.optimization_barrier(jnp.asarray(step)).astype(jnp.uint32)
-  key = _mix(jnp.uint32(seed % 2**32))
-  for word in (step, jnp.uint32(zlib.crc32(path.encode()))):
+  step = jax.lax.optimization_barrier(step).astype(jnp.uint32)
+  key = _mix(jnp.asarray(seed))
+  for word in (step, path):
     key = _mix(key ^ (word + jnp.uint32(0x9E3779B9)))
   layers = math.prod(shape[:-2])
   key = _mix(key ^ jax.lax.iota(jnp.uint32, layers)).reshape(*shape[:-2], 1, 1)

@@ -3,21 +3,21 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import reference as pack
 from pallas_kernels.pack.reference import Packed
 
 Array = jax.Array
 
-@one_program('activation')
+@traced_once('activation')
 def gated_activation(z: Array, *, activation: str) -> Array:
   """See `api.gated_activation`."""
   gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
   return (ACTIVATIONS[activation].value_and_slope(gate)[0] * up).astype(z.dtype)
 
 
-@one_program('activation', 'gated')
+@traced_once('activation', 'gated')
 def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
   """See `api.activation_backward`."""
   parts = activation_backward_parts(dh, z, activation=activation, gated=gated)

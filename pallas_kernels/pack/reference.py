@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.two_of_four import mvue, prune, transposable
 
@@ -48,7 +48,7 @@ class Packed:
   dense: Array | None = None
 
 
-@one_program()
+@traced_once()
 def mask_codes(mask: Array) -> Array:
   """uint16 [..., R/4, C/4] from a bool mask [..., R, C]."""
   planes = transposable.block_planes(mask).astype(jnp.uint16)
@@ -56,20 +56,20 @@ def mask_codes(mask: Array) -> Array:
   return jnp.sum(planes << bit, axis=(-4, -3), dtype=jnp.uint16)
 
 
-@one_program()
+@traced_once()
 def code_mask(codes: Array) -> Array:
   """Inverse of `mask_codes`."""
   bit = jnp.arange(16, dtype=jnp.uint16).reshape((1,) * (codes.ndim - 2) + (4, 4, 1, 1))
   return transposable.join_planes((jnp.expand_dims(codes, (-4, -3)) >> bit) & 1 == 1)
 
 
-@one_program('dtype')
+@traced_once('dtype')
 def transposable_pack(w: Array, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.transposable_pack`."""
   return masked_pack(w, mask_codes(transposable.transposable_mask(w)), dtype=dtype)
 
 
-@one_program('dtype')
+@traced_once('dtype')
 def masked_pack(w: Array, codes: Array, scale: Array | None = None, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.masked_pack`."""
   mask = code_mask(codes)
@@ -79,7 +79,7 @@ def masked_pack(w: Array, codes: Array, scale: Array | None = None, *, dtype: jn
   return PackedPair(rows, columns, codes)
 
 
-@one_program('axis', 'dtype')
+@traced_once('axis', 'dtype')
 def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> Packed:
   """See `api.soft_threshold_pack`."""
   soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32) * scale[..., None, None]
@@ -109,7 +109,7 @@ def is_float8(dtype: jnp.dtype) -> bool:
   return dtype in FLOAT8
 
 
-@one_program('dtype')
+@traced_once('dtype')
 def saturated(x: Array, dtype: jnp.dtype) -> Array:
   """float32 to `dtype`: to nearest even; values beyond the largest, infinities included, become it; NaN stays NaN."""
   largest = jnp.float32(jnp.finfo(dtype).max)

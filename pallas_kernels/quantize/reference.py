@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.pack.reference import saturated
 
 Array = jax.Array
 
 
-@one_program('dtype', 'transpose')
+@traced_once('dtype', 'transpose')
 def quantize(x: Array, scale: Array, *, dtype: jnp.dtype, transpose: str) -> Array | tuple[Array, Array]:
   """See `api.quantize`."""
   plain = saturated(x.astype(jnp.float32) * scale[..., None, None], dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats, operand
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 
@@ -21,7 +21,7 @@ def activate(x: Array, activation: str | None) -> Array:
   return x if activation is None else ACTIVATIONS[activation].in_kernel(x)
 
 
-@one_program('call')
+@traced_once('call')
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,

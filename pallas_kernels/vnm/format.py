@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
-from pallas_kernels._program import one_program
+from pallas_kernels._program import one_program, traced_once
 from pallas_kernels.operand import check_layout, from_operand, SparseOperand, to_operand
 from pallas_kernels.operand import check_operand as check_operand_24
 
@@ -186,7 +186,7 @@ def decompress(c: CompressedVNM) -> Array:
   return expand(c)
 
 
-@one_program()
+@traced_once()
 def expand(c: CompressedVNM) -> Array:
   """`decompress` of what was made here, which needs no check."""
   *lead, rows, columns = c.shape
@@ -312,14 +312,14 @@ def verify(x: Array | CompressedVNM | VNMOperand, *, v: int | None = None, n: in
     raise ValueError(f'not {v}:{n}:{m}: row {row} of block {(*block, group)} holds more than {n} entries')
 
 
-@one_program()
+@traced_once()
 def to_vnm_operand(c: CompressedVNM) -> VNMOperand:
   """The kernel's operand from the open format."""
   column = jax.lax.broadcasted_iota(jnp.int32, c.columns.shape, c.columns.ndim - 1)
   return VNMOperand(to_operand(c.compact), c.columns.astype(jnp.int32) + column // KEPT * c.m, c.m)
 
 
-@one_program()
+@traced_once()
 def decompress_operand(a: VNMOperand) -> Array:
   """The dense matrix [R, K] of an operand, whatever rows of B its index names."""
   compact = formats.expand(from_operand(a.compact))

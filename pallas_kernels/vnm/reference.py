@@ -9,7 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import formats
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.operand import from_operand, SparseOperand, to_operand
 from pallas_kernels.two_of_four.prune import ranks
@@ -29,7 +29,7 @@ from pallas_kernels.vnm.format import (
 _PAIRS_UP_TO = 16
 
 
-@one_program('v', 'n', 'm')
+@traced_once('v', 'n', 'm')
 def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
   """Per block of `v` rows the four best of each `m` columns, and the `n` best of these in each row.
 
@@ -112,7 +112,7 @@ def _squared_relu_and_slope(x: Array) -> tuple[Array, Array]:
   return ACTIVATIONS['squared_relu'].value_and_slope(x.astype(jnp.float32))
 
 
-@one_program('v', 'm', 'activation', 'masked', 'residuals')
+@traced_once('v', 'm', 'activation', 'masked', 'residuals')
 def vnm_pack(
   x: Array, *, v: int, m: int, activation: str | None = None, gradient: Array | None = None,
   pattern: VNMOperand | None = None, masked: bool = False, residuals: bool = False,
@@ -156,7 +156,7 @@ def _kept_values(x: Array, pattern: SparseOperand) -> Array:
   return formats.compress(x, formats.expand(ones) != 0, axis=-1).values
 
 
-@one_program()
+@traced_once()
 def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
   """See `api.transpose_pack`."""
   check_groups(a, False)
@@ -169,7 +169,7 @@ def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | N
   return VNMOperand(b.compact, order[b.rows], a.m, spread=True)
 
 
-@one_program()
+@traced_once()
 def transpose_pack_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
   """See `api.transpose_pack_24`."""
   check_groups(a, False)
@@ -180,7 +180,7 @@ def transpose_pack_24(a: VNMOperand, *, used: Array | None, pattern: SparseOpera
   return to_operand(formats.compress(x, vnm_mask(x, v=1, m=4), axis=-1))
 
 
-@one_program()
+@traced_once()
 def take_columns(a: VNMOperand, columns: Array) -> Array:
   """See `api.take_columns`."""
   check_groups(a, False)
@@ -192,7 +192,7 @@ def expand(operand: SparseOperand | VNMOperand) -> Array:
   return decompress_operand(operand) if isinstance(operand, VNMOperand) else formats.expand(from_operand(operand))
 
 
-@one_program('out_dtype', 'out_layout')
+@traced_once('out_dtype', 'out_layout')
 def vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_layout: str) -> Array:
   """D[r, n] = sum_k A[r, k] B[k, n] in float32, rounded once at the end; see `api.vnm_matmul`."""
   d = jnp.dot(_dense(a).astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

@@ -27,7 +27,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._program import one_program
+from pallas_kernels._program import traced_once
 from sparse24_jax.fingerprint import factors, first_of_all_kinds, sample
 from sparse24_jax.layout import NEW_STATE
 from sparse24_jax.optim._identity import is_known
@@ -103,7 +103,7 @@ def _paired(projections: Any, tree: Any) -> list[tuple[Projection, Any]]:
   return [sparse[path] for path in watched(list(sparse))]
 
 
-@one_program()
+@traced_once()
 def sums(sampled: Sequence[Array]) -> Array:
   """`[weights x SUMS]`; zeros as of one weight if there is none, as Orbax saves no empty array."""
   return jnp.concatenate([_sums(_terms(w)) for w in sampled] or [jnp.zeros(SUMS, jnp.float32)])
@@ -137,7 +137,7 @@ def at_start(sampled: Sequence[Array]) -> Left:
   return Left(sums(sampled), jnp.zeros(max(len(sampled), 1), jnp.float32))
 
 
-@one_program()
+@traced_once()
 def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -> Left:
   """What a state knows once a step is given weights: for how many steps in a row they were not those that were left.
 
@@ -250,7 +250,7 @@ def _is_there(x: Any, *, wait: bool) -> bool:
   return x.is_fully_addressable and not x.is_deleted() and (wait or x.is_ready())
 
 
-@one_program('stacked')
+@traced_once('stacked')
 def _missed(left: Left, weights: Sequence[Array], stacked: Sequence[Sequence[int]]) -> Array:
   sampled = [sample(w, axes) for w, axes in zip(weights, stacked, strict=True)]
   return given(left._replace(missed=jnp.zeros_like(left.missed)), sampled, True).missed
