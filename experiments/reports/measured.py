@@ -51,14 +51,14 @@ def matmuls() -> str:
       continue
     seen.add(samples)
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
-    sparselt, loops = r['baselines'].get('cusparselt'), r.get('sustained_ms')
+    sparselt, loops = r['baselines'].get('cusparselt', {}), r.get('sustained_ms')
     rows.append([
       _gpu(r), ', '.join(filter(None, (sizes, _ROLES[r['role']]))),
       'FP8' if fp8 else r['dtype'], f'{r["tflops"]:,.0f}',
       f'{r["tflops"] * r["median_ms"] / loops:,.0f}' if loops else '', *over,
-      f'{sparselt["median_ms"] / r["median_ms"]:.2f}' if sparselt else '',
+      *_ratios(sparselt, r),
     ])  # fmt: skip
-  head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt')
+  head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt', 'sustained')
   return table(head, rows, records)
 
 
@@ -69,10 +69,13 @@ def _gpu(record: Record) -> str:
 def _over_dense(record: Record, dense: str) -> list[str]:
   """Of `_OVER_DENSE`: how many times as fast as dense, empty where it was not measured."""
   twins = (record['baselines'].get(name, {}) for name in (f'{dense}_without_zeros', dense))
-  return [
-    f'{twin[key] / record[key]:.2f}' if twin.get(key) and record.get(key) else ''
-    for twin in twins for key in ('median_ms', 'sustained_ms')
-  ]  # fmt: skip
+  return [ratio for twin in twins for ratio in _ratios(twin, record)]
+
+
+def _ratios(twin: Record, record: Record) -> list[str]:
+  """How many times as fast as a twin, in bursts and in loops; empty where it was not measured."""
+  keys = ('median_ms', 'sustained_ms')
+  return [f'{twin[key] / record[key]:.2f}' if twin.get(key) and record.get(key) else '' for key in keys]
 
 
 def vnm_matmuls() -> str:
