@@ -187,12 +187,13 @@ def decompress(c: Compressed24) -> Array:
 @traced_once()
 def expand(c: Compressed24) -> Array:
   """`decompress` of what was made here, which needs no check."""
-  nibbles = unpack_nibbles(c.metadata, c.axis, c.values.shape[c.axis] // 2)
+  axis = c.axis
+  nibbles = unpack_nibbles(c.metadata, axis, c.values.shape[axis] // 2)
 
-  def placed(values: Array, low_at: Array, high_at: Array) -> Array:
-    low, high = split_groups(values, c.axis, 2)
+  def placed(values: Array, low_at: Array, high_at: Array) -> Array:  # is kept with the trace, and so holds no array
+    low, high = split_groups(values, axis, 2)
     zero = jnp.zeros_like(low)
-    return join_groups([jnp.where(low_at == i, low, jnp.where(high_at == i, high, zero)) for i in range(4)], c.axis)
+    return join_groups([jnp.where(low_at == i, low, jnp.where(high_at == i, high, zero)) for i in range(4)], axis)
 
   return _by_bits(placed, c.values, nibbles & 3, nibbles >> 2)
 

@@ -88,6 +88,10 @@ class DrawTest(absltest.TestCase):
     np.testing.assert_allclose(np.histogram(first, 16, (0, 2**32))[0], 512, atol=5 * np.sqrt(512))
     np.testing.assert_array_equal(first, jax.jit(lambda step: draw(0, step, 'a', shape))(0))
 
+  def test_is_the_same_in_every_version(self):
+    """Or a run that is resumed would draw other links."""
+    self.assertEqual(draw(2**40 + 1, 3, 'a', (2, 2)).tolist(), [[1525506480, 1972522519], [3053569801, 2443830478]])
+
 
 SHAPES = {'a': (64, 64), 'b': (3, 64, 256), 'c': (8, 4), 'd': (256, 64)}
 

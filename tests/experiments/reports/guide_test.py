@@ -382,7 +382,7 @@ class CommandTest(parameterized.TestCase):
     self.assertIn(
       '\nTake  S-STE, FP8, all linear layers, FFN half as wide or dense, FFN half as wide, in FP8\n', said
     )
-    # The shares are those of docs/quality.md, and who ended lowest where it ran is what to take.
+    # Who ended lowest where it ran is what to take, with those that the seeds do not part from it.
     self.assertRegex(said, r'\n  dense, all linear layers in FP8 +0\.71 ± 0\.04  0\.74 ± 0\.10  -6\.0% ± 1\.1%\n')
     self.assertRegex(said, r'\n  dense, FFN half as wide, in FP8 +0\.65 ± 0\.25  0\.89 ± 0\.01  -7\.5% ± 8\.8%\n')
     self.assertRegex(said, r'\n  FST +1\.\d\d  1\.\d\d to 1\.\d\d  48 layers of width 1,600, NVIDIA H200\n')

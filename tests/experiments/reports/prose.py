@@ -224,9 +224,8 @@ def _best(records: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, A
   found: dict[Any, list[Mapping[str, Any]]] = {}
   for record in records:
     if 'rate' in record and record.get('share') == 1 and 'loss' in record:
-      same = ('experiment', 'size', 'style', 'seconds', 'equal_steps', 'dense_phase')
-      race = tuple(str(record.get(key)) for key in same)
-      found.setdefault((race, record['contender']), []).append(record)
+      race = tuple(str(record.get(key)) for key in ('experiment', 'size', 'style', 'seconds', 'equal_steps'))
+      found.setdefault((race, record['contender'], record.get('dense_phase')), []).append(record)
   for key, own in found.items():
     search = own[0].get('searched_with') or [Counter(r['seed'] for r in own).most_common(1)[0][0]]
     settings: dict[tuple[float, float], list[float]] = {}

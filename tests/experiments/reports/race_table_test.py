@@ -53,6 +53,14 @@ class TableTest(absltest.TestCase):
     found = [record['title'] for records in table.read(path).values() for record in records]
     self.assertEqual(found, ['dense, 124M (85M on bytes)', 'gone', 'FST of then'])
 
+  def test_one_whose_dense_end_was_in_16_bits_is_another_contender(self):
+    path = Path(temp_folder(self)) / 'race.jsonl'
+    race = {'size': '124m', 'style': 'gpt2', 'equal_steps': 9, 'contender': 'fst_fp8_all', 'title': 'of then'}
+    path.write_text('\n'.join(json.dumps(race | phase) for phase in ({}, {'dense_phase': 'fp8'})))
+    ((then, today),) = table.read(path).values()
+    self.assertNotEqual(then['contender'], today['contender'])
+    self.assertEqual(then['title'], today['title'] + ', dense end in 16 bits')
+
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
     same = {'bench': 'race', 'shape': shape, 'batch': 1, 'length': 8, 'steps': 3, 'share': 1.0}
