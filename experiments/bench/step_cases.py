@@ -7,11 +7,18 @@ from typing import Any
 from experiments.runs.race.contenders import Contender, CONTENDERS
 from experiments.runs.recipes import FFN, LINEAR
 
-FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}
+_CUBLAS = '--xla_gpu_enable_triton_gemm=false'
+# Flags of XLA by name: cuBLAS for all dense matmuls, and with it what else may help a dense step.
+FLAGS = {
+  '': '', 'cublas': _CUBLAS,
+  'hiding': f'{_CUBLAS} --xla_gpu_enable_latency_hiding_scheduler=true',
+  'launches': f'{_CUBLAS} --xla_gpu_enable_command_buffer=',
+  'exhaustive': f'{_CUBLAS} --xla_gpu_exhaustive_tiling_search=true',
+}  # fmt: skip
 
 _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 METHODS: Mapping[str, Contender] = {
-  **{name: CONTENDERS[name] for name in (*_LINEAR, 'fst_fp8_all')},
+  **{name: CONTENDERS[name] for name in (*_LINEAR, 'fst_fp8', 'fst_fp8_all', 's_ste_fp8_rest_fp8')},
   'mst': Contender(
     label='MST, all linear layers', recipe='mixed_sparsity',
     kwargs={'path': LINEAR, 'structure': 'transposable', 'mvue_path': FFN},
@@ -100,6 +107,10 @@ CASES = {
   'gpt2-8x4096': Case(
     family='gpt2', size='wide', batch=8, steps=12, layouts=('unrolled', 'unrolled+cublas'),
     fields=dict(num_layers=8, seq_len=2048),
+  ),
+  'llama-1b': Case(
+    family='llama', size='1b', batch=8, steps=16, layouts=('unrolled', 'unrolled+cublas'),
+    fields=dict(vocab_size=32000),
   ),
   'llama-3b': Case(
     family='llama', size='3b', batch=6, steps=8, layouts=('unrolled', 'unrolled+cublas'),

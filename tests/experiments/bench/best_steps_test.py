@@ -4,7 +4,10 @@ import argparse
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
+import subprocess
+import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -12,7 +15,7 @@ import pytest
 
 from experiments.bench import best_steps
 from experiments.bench.best_steps import Job
-from experiments.bench.step_cases import CASES, Layout
+from experiments.bench.step_cases import CASES, FLAGS, Layout
 from experiments.bench.timed_step import Step
 from tests.experiments.fakes import temp_folder
 
@@ -28,6 +31,11 @@ class BestStepsTest(parameterized.TestCase):
       self.assertIn('dense', case.methods)
       for layout in case.layouts:
         Layout.named(layout)
+
+  def test_xla_knows_every_flag(self):
+    """It ends a process that names one it does not know."""
+    env = os.environ | {'XLA_FLAGS': ' '.join(FLAGS.values()), 'JAX_PLATFORMS': 'cpu'}
+    subprocess.run([sys.executable, '-c', 'import jax; jax.devices()'], env=env, check=True, timeout=120)
 
   def test_operations_of_a_step(self):
     step = Step(CASES['gpt2-124m'], 'dense', Layout.named('scan'), tiny=False)
