@@ -226,6 +226,25 @@ class TrainingStepTest(parameterized.TestCase):
     hlo = compiled(functools.partial(numerics.round_to_fp8, fmt=fmt), struct(TOKENS, D))
     self.assertIn('round-nearest-even', hlo)
 
+  def test_an_input_of_three_projections_is_rounded_once(self):
+    """Both ways at once: the forward of attention's q, k and v reads it, and their three weight gradients."""
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=True)
+    params = {name: struct(D, HIDDEN) for name in 'qkv'}
+
+    def gradients(params, state, x):
+      def loss(params, x):
+        x = jnp.tanh(x)
+        return sum(jnp.square(x @ w).astype(jnp.float32).sum() for w in params.values())
+
+      variables = s24.sparse_variables(params, state, recipe)
+      return jax.grad(s24.sparsify(loss, recipe))(params, variables, jax.random.key(0), x)
+
+    with hopper():
+      state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), recipe).init, params)
+    hlo = compiled(gradients, params, state, struct(TOKENS, D)).splitlines()
+    self.assertLen(calls(hlo, SPARSE), 6)
+    self.assertLen([line for line in calls(hlo, TRITON) if result(line) == ('f8e4m3fn', (TOKENS, D))], 1)
+
 
 @needs_plugins
 class CheckStepOnHopperTest(parameterized.TestCase):
