@@ -1,11 +1,13 @@
-"""Fingerprints of the weights that states were made of, so that a forward with other weights is noticed.
+"""What states were made of and for, so that a forward with other weights, or by another recipe, is noticed.
 
 A packed weight belongs to the step in which it was packed, and a mask to the weights that a step left. A forward in the
 trace that made the states gets the very arrays that the fingerprints are of, and compares nothing. One flag remains
-there, traced with the optimizer's state: whether that state serves the recipe.
+there, traced with the optimizer's state: whether that state serves the recipe. The policies are numbers, which the
+trace knows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
 import functools
 import re
 from typing import Any, NamedTuple
@@ -18,12 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse24_jax.fingerprint import counts_of, fingerprint, first_of_all_kinds, was_changed
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.rules import listed
 
 # Beside the states of a function's or a linen model's weights. No module and no parameter has this name.
 MADE_OF = 'made of'
 NNX_MADE_OF = 'sparse24/made_of/'
 # Whether the optimizer state that states were taken from serves the recipe, a bool.
 FITS, NNX_FITS = f'{MADE_OF}/fits', 'sparse24/fits'
+# The numbers of the policies that states were made for, uint32 `[policies]`.
+POLICIES, NNX_POLICIES = f'{MADE_OF}/policies', 'sparse24/policies'
+# Policies as texts, by the numbers that this process gave them.
+_POLICY_OF: dict[int, str] = {}
 # Ours: how many weights are looked at. Others than those of the step are so in all of its weights.
 _WEIGHTS = 4
 # By the identity of a fingerprint, that one and the weight that it is of, as long as they are there.
@@ -114,7 +122,7 @@ def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
   known: dict[str, Known] = {}
   alone: set[str] = set()
   for whole, state in states.items():
-    if whole.startswith(f'{MADE_OF}/') and whole != FITS:
+    if whole.startswith(f'{MADE_OF}/') and whole not in (FITS, POLICIES):
       path, _, text = whole.removeprefix(f'{MADE_OF}/').rpartition('/')
       known[path] = known_of({text: state})
     elif whole.startswith(NNX_MADE_OF) and (path := whole.removeprefix(NNX_MADE_OF)) in weights:
@@ -148,6 +156,20 @@ def known(flag: Any) -> Array:
     return jnp.asarray(flag)
 
 
+def served(states: Mapping[str, Any], policies: Mapping[str, DotPolicy]) -> list[Array]:
+  """What only a run tells of whether states were taken from an optimizer state, and made, for this recipe.
+
+  Args:
+    states: by path, with `FITS` and `POLICIES` among them, or those of nnx.
+    policies: the recipe's, of the weights that these are the states of.
+
+  Raises:
+    ValueError: it is known that they were not.
+  """
+  flags = require_fits(states.get(FITS, states.get(NNX_FITS))), _require_policies(states, policies)
+  return [flag for flag in flags if flag is not None]
+
+
 def require_fits(fits: Any) -> Array | None:
   """The flag where only a run tells; ValueError where it is known, and the state does not fit."""
   if fits is None or isinstance(fits, jax.core.Tracer):
@@ -156,6 +178,37 @@ def require_fits(fits: Any) -> Array | None:
     raise ValueError(
       'variables were made from an optimizer state that does not serve this recipe, phase or model: call'
       ' sparse_variables(params, opt_state, recipe, phase=phase) outside of jit, which says for which weight and why'
+    )
+  return None
+
+
+def numbers_of(policies: Iterable[DotPolicy]) -> Array:
+  """The numbers of the policies of some weights, each once."""
+  return known(np.array(sorted(set(map(_number, policies))), np.uint32))
+
+
+def _number(policy: DotPolicy) -> int:
+  """Tells policies apart by what they train, whatever runs it and however the weight is stored."""
+  text = repr(dataclasses.replace(policy.of_matrix, implementation=None))
+  number = zlib.crc32(text.encode())
+  _POLICY_OF[number] = text
+  return number
+
+
+def _require_policies(states: Mapping[str, Any], policies: Mapping[str, DotPolicy]) -> Array | None:
+  """Whether states were made for these policies; None where that is known, or where nothing says for which."""
+  found = states.get(POLICIES, states.get(NNX_POLICIES))
+  if found is None:
+    return None
+  own = {path: _number(policy) for path, policy in policies.items()}
+  if isinstance(found, jax.core.Tracer):
+    return jnp.isin(np.array(sorted(set(own.values())), np.uint32), found).all()
+  numbers = np.asarray(found).ravel().tolist()
+  if others := [path for path, number in own.items() if number not in numbers]:
+    made_for = ', '.join(_POLICY_OF.get(number, 'a policy of another process') for number in numbers)
+    raise ValueError(
+      f'{listed(others)}: variables were made for {made_for}, and the recipe has {_POLICY_OF[own[others[0]]]}: give'
+      ' sparse_training, sparse_variables and sparsify one recipe'
     )
   return None
 

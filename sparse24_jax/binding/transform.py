@@ -1,6 +1,6 @@
 """A function of parameters with its matched weights sparse: what `sparsify` makes of a plain function."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import inspect
 import logging
@@ -22,7 +22,7 @@ from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.keys import Keys, require_key
 from sparse24_jax.binding.notes import how_lost
-from sparse24_jax.binding.origin import FITS, is_fingerprint, NNX_FITS, others, require_fits, spoiled
+from sparse24_jax.binding.origin import is_fingerprint, others, served, spoiled
 from sparse24_jax.binding.reading import (
   as_result,
   as_rows,
@@ -143,18 +143,21 @@ def run_sparse(
   reader = _Sparse(known)
   carried = {path: _carried(weight, states[path]) for path, weight in known.items() if path in states}
   values = traced.values(traced.leaves, traced.marks(known), carried)
-  stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()})
+  policies = {path: policy for path, w in known.items() if (policy := w.rule.policy).projection is not None}
+  fine = served(states, policies)
+  stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()}, fine)
   out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
   return jax.tree.unflatten(traced.structure, out if stale is None else spoiled(out, jnp.logical_not(stale)))
 
 
-def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> Array | None:
-  """Whether states belong to other weights, or to an optimizer state that does not serve the recipe.
+def _stale(
+  states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]], fine: Sequence[Array]
+) -> Array | None:
+  """Whether states belong to other weights, or one of the flags says that they are not fine.
 
   None if it is known that they do not, ValueError if it is known that they do.
   """
-  fits, found = require_fits(states.get(FITS, states.get(NNX_FITS))), others(states, weights)
-  unfit = [] if fits is None else [jnp.logical_not(fits)]
+  found, unfit = others(states, weights), [jnp.logical_not(flag) for flag in fine]
   if unfit or not found or any(isinstance(other, jax.core.Tracer) for other in found.values()):
     flags = [*unfit, *found.values()]
     return functools.reduce(jnp.logical_or, flags) if flags else None

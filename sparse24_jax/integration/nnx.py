@@ -14,7 +14,7 @@ import jax
 
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import tracked
-from sparse24_jax.binding.origin import spoiled
+from sparse24_jax.binding.origin import numbers_of, spoiled
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
@@ -71,7 +71,8 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   states = {path: states[path] for path in rules if path in states}
   made_of = {path: of for path, of in made_of.items() if path in known}
   made_of |= fingerprints({path: (policy.projection, w) for path, (policy, w, _) in new.items()})
-  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, fits, _streams(rngs)))
+  policies = numbers_of(rules[path].policy for path in states)
+  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, fits, policies, _streams(rngs)))
   return _altered(model, rules)
 
 

@@ -12,7 +12,7 @@ states in, tracing shows that the forward gets the very arrays that the fingerpr
 run time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import logging
@@ -106,12 +106,13 @@ class Sparse(nnx.Module):
     made_of: fingerprints of the weights that these are the states of, by path, each with what it is of.
     brought_in: whether they are those of an optimizer, a bool.
     fits: whether that one's state serves the recipe, a bool.
+    policies: numbers of the policies that the states were made for.
     rngs: streams with one named `'mvue'`, or None.
   """
 
   def __init__(
     self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], brought_in: Any,
-    fits: Any, rngs: nnx.Rngs | None,
+    fits: Any, policies: Array, rngs: nnx.Rngs | None,
   ):  # fmt: skip
     # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
     self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
@@ -119,6 +120,7 @@ class Sparse(nnx.Module):
     self.made_of = nnx.Dict({path: FingerprintVariable(of) for path, of in made_of.items()})
     self.brought_in = SparseVariable(jnp.asarray(brought_in))
     self.fits = SparseVariable(origin.known(fits))
+    self.policies = SparseVariable(policies)
     self.rngs = rngs
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -145,7 +147,6 @@ class Sparse(nnx.Module):
       ValueError: states were brought in of weights that the model does not have, or had, or of an optimizer state that
         does not serve the recipe.
     """
-    fits = origin.require_fits(self.fits.get_value())
     weights, states = dict(leaves_by_path(params)), self.read()
     known = {path: origin.known_of(of) for path, of in self.read_fingerprints().items()}
     if foreign := [path for path in states if path not in weights]:
@@ -155,6 +156,9 @@ class Sparse(nnx.Module):
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
     rules = match_rules(params, self.recipe)
+    policies = {path: policy for path, rule in rules.items() if (policy := rule.policy).projection is not None}
+    made = {origin.NNX_FITS: self.fits.get_value(), origin.NNX_POLICIES: self.policies.get_value()}
+    fits = _all(origin.served(made, policies))
     mine = [path for path, of in known.items() if path in rules and not origin.is_of(of.sums, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
     packed = {path for path in projections if _is_packed(states[path])}
@@ -186,8 +190,7 @@ class Sparse(nnx.Module):
     kept = {path: _divided(projections[path], given[path], states[path]) for path in chosen}
     if isinstance(wrong, jax.core.Tracer) or isinstance(stale, jax.core.Tracer):
       states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}
-      flags = [*([jnp.logical_not(wrong)] if refused else []), *([] if fits is None else [fits])]
-      return states, functools.reduce(jnp.logical_and, flags) if flags else None
+      return states, _all([*([jnp.logical_not(wrong)] if refused else []), *([] if fits is None else [fits])])
     if wrong:
       raise ValueError(
         f'{listed(path for path, found in refused.items() if found)}: the states that nnx.update brought in are of'
@@ -229,15 +232,21 @@ def dense_state() -> nnx.State:
 
 
 def sparse_state(
-  states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], *, brought_in: bool, fits: Array
-) -> nnx.State:
+  states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], *, brought_in: bool, fits: Array,
+  policies: Array,
+) -> nnx.State:  # fmt: skip
   """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
   folder = tuple(NNX_STATES.strip('/').split('/'))
   flat: dict[tuple[str, ...], Any] = {(*folder, path): SparseVariable(state) for path, state in states.items()}
   flat |= {(ATTRIBUTE, 'made_of', path): FingerprintVariable(of) for path, of in made_of.items()}
   flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
   flat[ATTRIBUTE, 'fits'] = SparseVariable(fits)
+  flat[ATTRIBUTE, 'policies'] = SparseVariable(policies)
   return nnx.from_flat_state(flat)
+
+
+def _all(flags: Sequence[Array]) -> Array | None:
+  return functools.reduce(jnp.logical_and, flags) if flags else None
 
 
 def _any(flags: Iterable[Any]) -> Any:

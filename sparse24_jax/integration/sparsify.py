@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import linen, nnx, serialization
 
-from sparse24_jax.binding.origin import FITS, known, MADE_OF, of_weights
+from sparse24_jax.binding.origin import FITS, known, MADE_OF, numbers_of, of_weights, POLICIES
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import refuse_what_holds_a_module
 from sparse24_jax.binding.transform import sparse_function
@@ -150,8 +150,8 @@ def sparse_variables(
       matmuls then read it each forward decides by its tokens and their dtype, which are not known here.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`: the fingerprints, and
-      whether `opt_state` serves the recipe and the phase, where only a run tells. `states_of` leaves it out. nnx: an
+    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`: the fingerprints, whether
+      `opt_state` serves the recipe and the phase, and numbers of the policies. `states_of` leaves it out. nnx: an
       `nnx.State` for `nnx.update`, or for a function.
 
   Raises:
@@ -173,16 +173,18 @@ def sparse_variables(
     sparse = {}
   elif opt_state is not None:
     warn_of_other_weights(params, opt_state)
-  states = weight_states(recipe, sparse, pack)
+  states, policies = weight_states(recipe, sparse, pack), numbers_of(policy for policy, _, _ in sparse.values())
   if isinstance(params, nnx.State):
     if phase == 'dense':
       return dense_state()
     made_of = fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()})
-    return sparse_state(states, made_of, brought_in=opt_state is not None, fits=known(fits))
+    return sparse_state(states, made_of, brought_in=opt_state is not None, fits=known(fits), policies=policies)
   if not sparse:
     return nested(states)
   weights = {path: (w, p.layout_of(w).stacked) for path, (policy, w, _) in sparse.items() if (p := policy.projection)}
-  return {MADE_OF: of_weights(weights) | {FITS.rpartition('/')[2]: known(fits)}} | nested(states)
+  flags = {FITS: known(fits), POLICIES: policies}
+  made_of = of_weights(weights) | {path.removeprefix(f'{MADE_OF}/'): flag for path, flag in flags.items()}
+  return {MADE_OF: made_of} | nested(states)
 
 
 def states_of(variables: Mapping[str, Any]) -> dict[str, Any]:

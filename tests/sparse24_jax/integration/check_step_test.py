@@ -260,7 +260,7 @@ class CheckStepTest(parameterized.TestCase):
       def of(params):
         if run is None:
           return loss(params, x)
-        variables = s24.sparse_variables(params, state, recipe, phase=phase)
+        variables = s24.states_of(s24.sparse_variables(params, state, recipe, phase=phase))
         return s24.sparsify(loss, run, phase=phase)(params, variables, None, x)
 
       updates, state = tx.update(jax.grad(of)(params), state, params)

@@ -271,7 +271,7 @@ class StatesTest(parameterized.TestCase):
     expected = X @ (w if brought == 'dense' else kept(w))
     for _ in range(2):
       np.testing.assert_allclose(forward(model), expected, rtol=1e-4, atol=1e-5)
-    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 5)
+    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 6)
 
   def test_weights_are_compared_in_their_order(self):
     """That of a set of strings is another in each process, and JAX's cache knows a program by its text."""

@@ -17,6 +17,7 @@ from tests.quick import jit
 from tests.standard import project
 
 STE = s24.recipes.ste('.*kernel')
+FST = s24.recipes.transposable_srste('.*kernel', masked_decay=1e-4)
 PACKED = s24.Recipe('own', (s24.Rule('.*kernel', s24.DotPolicy(s24.transposable(), 'sparse', implementation='dense')),))
 X = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
 ANOTHER = 'kernel: variables were made of other weights than params, .* call sparse_variables.*perturbed'
@@ -178,6 +179,51 @@ class StaleVariablesTest(parameterized.TestCase):
     nnx.update(model, held)
     shares = jax.tree.map(lambda mask, w: float(jnp.mean(mask * (w != 0))), s24.states_of(v), params)
     self.assertEqual(shares, dict.fromkeys(params, 0.5))
+
+  @parameterized.parameters(
+    (FST, STE),
+    (STE, FST),
+    (FST, s24.recipes.transposable_srste('.*kernel', masked_decay=1e-4, weight_grad='dense')),
+    (s24.recipes.s_ste('.*kernel'), s24.recipes.s_ste('.*kernel', fp8=True)),
+  )
+  def test_variables_of_another_recipe(self, made_for, recipe):
+    """Whose masks, or scales, look alike."""
+    phase = made_for.phases[0].name if made_for.phases else None
+    params = {name: jnp.eye(64) for name in ('a_kernel', 'b_kernel')}
+    state = s24.sparse_training(optax.sgd(0.1), made_for, phase=phase).init(params)
+    v = s24.sparse_variables(params, state, made_for, phase=phase)
+    sparse = s24.sparsify(loss, recipe, phase=recipe.phases[0].name if recipe.phases else None)
+    message = r'(?s)kernel: variables were made for DotPolicy\(.*, and the recipe has DotPolicy\(.* one recipe'
+    with self.assertRaisesRegex(ValueError, message):
+      sparse(params, v, jax.random.key(0), X)
+    with self.assertRaisesRegex(ValueError, message):  # in the trace that makes them, before anything runs
+      jax.eval_shape(
+        lambda p, s: sparse(p, s24.sparse_variables(p, s, made_for, phase=phase), jax.random.key(0), X), params, state
+      )
+    self.assertTrue(jnp.isnan(jax.jit(sparse)(params, v, jax.random.key(0), X)))
+    own = s24.sparsify(loss, made_for, phase=phase)
+    self.assertFalse(jnp.isnan(jax.jit(own)(params, v, jax.random.key(0), X)))
+
+  def test_what_runs_a_policy_is_no_other_recipe(self):
+    (params, state), _ = trained(STE)
+    v = s24.sparse_variables(params, state, STE)
+    policy = dataclasses.replace(STE.rules[0].policy, implementation='reference')
+    named = s24.Recipe('own', (s24.Rule('.*kernel', policy),))
+    found, expected = (s24.sparsify(loss, recipe)(params, v, None, X) for recipe in (named, STE))
+    np.testing.assert_array_equal(found, expected)
+
+  def test_an_nnx_model_of_another_recipe(self):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    made_for, recipe = s24.recipes.s_ste('kernel'), s24.recipes.s_ste('kernel', fp8=True)
+    params = nnx.state(model, nnx.Param)
+    v = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), made_for).init(params), made_for)
+    sparse = s24.sparsify(model, recipe, rngs=nnx.Rngs(mvue=0))
+    nnx.update(sparse, v)
+    with self.assertRaisesRegex(ValueError, "kernel: variables were made for .*, and the recipe has .*precision='fp8'"):
+      sparse(X)
+    again = s24.sparsify(model, made_for, rngs=nnx.Rngs(mvue=0))
+    nnx.update(again, v)
+    self.assertFalse(jnp.isnan(again(X)).any())
 
   @parameterized.parameters(
     '', 'float32', 'float32 64x64 of', 'float32 64x64 of 0x1', 'float32 64x64 of 99x1', 'float32 64x64 of 4',
