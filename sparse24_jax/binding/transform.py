@@ -50,6 +50,9 @@ from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
 
+# What a function has that was made sparse, and so has what jax.jit, say, makes of it.
+_MADE_SPARSE = '_made_sparse'
+
 
 def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) -> Callable[..., Any]:
   """`f(params, *args)` as `g(params, variables, key, *args)`, whose matched weights are sparse.
@@ -59,6 +62,10 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
   variables change as by a call of `f`.
   """
 
+  if hasattr(f, _MADE_SPARSE):
+    raise ValueError(
+      f'{getattr(f, "__name__", type(f).__name__)} was made by sparsify already: give the function that it was made of'
+    )
   holds = recipe.in_dense_phase() if phase == 'dense' else recipe
 
   def run(params: Any, variables: Any, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -91,6 +98,7 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
 
   # The arguments are others than those of `f`, for whoever reads a signature, as the transforms of nnx do.
   vars(sparse).pop('__wrapped__')
+  setattr(sparse, _MADE_SPARSE, True)
   return sparse
 
 

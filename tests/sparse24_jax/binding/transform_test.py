@@ -251,6 +251,18 @@ class TransformTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"Module that holds the weights w itself: make a .*partition"):
       s24.sparsify(Module(params['w']), RECIPES['ste'])
 
+  def test_a_function_that_is_sparse_already(self):
+    def loss(params, x):
+      return jnp.sum(x @ params['w'])
+
+    params, x = {'w': jnp.ones((8, 4))}, jnp.ones((4, 8))
+    states = {'w': s24.magnitude().init(params['w'])}
+    sparse = s24.sparsify(loss, RECIPES['ste'])
+    for again in (sparse, jax.jit(sparse)):
+      with self.assertRaisesRegex(ValueError, '^loss was made by sparsify already: give the function that it was made'):
+        s24.sparsify(again, RECIPES['ste'])
+    self.assertEqual(sparse(params, states, None, x), 4 * 4 * 4)  # as good as before
+
   def test_sparse_states_in_a_dense_phase(self):
     dense = s24.sparsify(lambda p: p['w'], RECIPES['ste'], phase='dense')
     with self.assertRaisesRegex(ValueError, "^phase: .* phase 'dense', and is given sparse states"):
