@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.reports import provenance, race_table, speed
+from experiments.runs.race.contenders import CONTENDERS
 
 type Record = Mapping[str, Any]
 
@@ -14,10 +15,6 @@ _KINDS = {
   'sparse matmuls': ('GEMM sparse',), 'dense matmuls': ('GEMM dense',), 'rounding, packing, MVUE': ('pack',),
   'attention': ('attention',), 'optimizer': ('optimizer',),
   'activation, norms, loss, copies, other': ('activation', 'normalisation', 'loss', 'copy', 'other'),
-}  # fmt: skip
-_METHODS = {
-  'dense': 'dense', 'fst': 'FST', 's_ste_fp8': 'S-STE, FP8', 'fst_all': 'FST, all linear layers',
-  's_ste_fp8_all': 'S-STE, FP8, all linear layers',
 }  # fmt: skip
 _SEARCHES = {
   'transposable_srste': 'FST', 'mixed_sparsity_24': 'MST within 2:4',
@@ -126,8 +123,8 @@ def compile_seconds() -> str:
     parts = ', '.join(f'{again[part]:.1f}' for part in ('trace_s', 'lower_s', 'compile_s'))
     factors = ['' if r['recipe'] == 'dense' else f'{over[process]:.2f}' for process in ('first', 'again')]
     rows.append([
-      r['layouts'], _METHODS[r['recipe']], f'{first["total_s"]:.1f}', factors[0], f'{again["total_s"]:.1f}: {parts}',
-      factors[1], f'{again["fusions"]}, {again["distinct_fusions"]}',
+      r['layouts'], CONTENDERS[r['recipe']].label, f'{first["total_s"]:.1f}', factors[0],
+      f'{again["total_s"]:.1f}: {parts}', factors[1], f'{again["fusions"]}, {again["distinct_fusions"]}',
     ])  # fmt: skip
   head = (
     'layers', 'method', 'first process, s', 'over dense', 'next process: traced, lowered, compiled, s', 'over dense',
