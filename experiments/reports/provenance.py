@@ -77,6 +77,8 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
     found.append('no command that is kept')
   elif not is_program(command[1]) or (command[1] == 'experiments' and command[2] in _GONE):
     found.append(GONE)
+  if 'median_ms' in record and len(record.get('samples_ms', ())) < 3:
+    found.append('a median of fewer than three samples')
   return tuple(found)
 
 

@@ -121,6 +121,8 @@ class RecordsTest(parameterized.TestCase):
     ({'commit': '6348563-dirt-dirty', 'command': 'python -m tests.soak'}, ('uncommitted changes',)),
     ({'command': 'python pack7.py'}, ('no commit', 'no command that is kept')),
     ({'commit': '0000000', 'command': 'python -m experiments grid'}, ('a commit that is not in git',)),
+    ({'command': 'python pack7.py', 'median_ms': 1.0, 'samples_ms': [1.0, 1.0]},
+     ('no commit', 'no command that is kept', 'a median of fewer than three samples')),
   )  # fmt: skip
   def test_faults(self, record, expected):
     if provenance.NOT_IN_GIT in expected and not provenance.has_history():
