@@ -34,6 +34,9 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
   """Records of each race of a file, by its title; a contender of races is called as it is today, not as it was then.
 
   One whose dense end has become FP8 since is another contender.
+
+  Raises:
+    ValueError: records of one race say that they are of several texts, whose losses do not compare.
   """
   races: dict[str, list[dict[str, Any]]] = {}
   for line in path.read_text().splitlines():
@@ -44,6 +47,10 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
         record['contender'] += '_with_16_bit_dense_end'
         record['title'] += ', dense end in 16 bits'
     races.setdefault(title(record), []).append(record)
+  for name, records in races.items():
+    if len(texts := {record['text'] for record in records if record.get('text')}) > 1:
+      of = ', '.join(sorted(texts))
+      raise ValueError(f'{path.name}, {name}: records of the texts {of}, whose losses do not compare')
   return races
 
 

@@ -61,6 +61,15 @@ class TableTest(absltest.TestCase):
     self.assertNotEqual(then['contender'], today['contender'])
     self.assertEqual(then['title'], today['title'] + ', dense end in 16 bits')
 
+  def test_records_of_two_texts_do_not_compare(self):
+    path = Path(temp_folder(self)) / 'race.jsonl'
+    race = {'size': '124m', 'style': 'gpt2', 'equal_steps': 9, 'contender': 'dense', 'title': 'dense'}
+    path.write_text('\n'.join(json.dumps(race | text) for text in ({}, {'text': 'a'}, {'text': 'a'})))
+    self.assertLen(table.read(path), 1)
+    path.write_text('\n'.join(json.dumps(race | {'text': text}) for text in 'ab'))
+    with self.assertRaisesRegex(ValueError, 'race.jsonl, 124m, gpt2, 9 steps each: records of the texts a, b, whose'):
+      table.read(path)
+
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
     same = {'bench': 'race', 'shape': shape, 'batch': 1, 'length': 8, 'steps': 3, 'share': 1.0}
