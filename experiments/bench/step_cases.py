@@ -8,12 +8,12 @@ from experiments.runs.race.contenders import Contender, CONTENDERS
 from experiments.runs.recipes import FFN, LINEAR
 
 _CUBLAS = '--xla_gpu_enable_triton_gemm=false'
-# Flags of XLA by name: cuBLAS for all dense matmuls, and with it what else may help a dense step.
+# Flags of XLA by name: cuBLAS for all dense matmuls, with it what else may help a step, and all tilings of its own ones.
 FLAGS = {
   '': '', 'cublas': _CUBLAS,
   'hiding': f'{_CUBLAS} --xla_gpu_enable_latency_hiding_scheduler=true',
   'launches': f'{_CUBLAS} --xla_gpu_enable_command_buffer=',
-  'exhaustive': f'{_CUBLAS} --xla_gpu_exhaustive_tiling_search=true',
+  'exhaustive': '--xla_gpu_exhaustive_tiling_search=true',
 }  # fmt: skip
 
 _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')

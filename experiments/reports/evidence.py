@@ -160,7 +160,7 @@ def _slug(device: str) -> str:
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
-  """What the comparisons say of each option, by title; but of FST in FP8 with the dense end that it once had."""
+  """What the comparisons say of each option, by title; runs whose dense end is another today are left out."""
   found: dict[str, list[Evidence]] = {option.title: [] for option in OPTIONS}
   for name in COMPARISONS:
     for records in table.read(results / name).values():

@@ -204,10 +204,10 @@ def _require_policies(states: Mapping[str, Any], policies: Mapping[str, DotPolic
   if isinstance(found, jax.core.Tracer):
     return jnp.isin(np.array(sorted(set(own.values())), np.uint32), found).all()
   numbers = np.asarray(found).ravel().tolist()
-  if others := [path for path, number in own.items() if number not in numbers]:
+  if unlike := [path for path, number in own.items() if number not in numbers]:
     made_for = ', '.join(_POLICY_OF.get(number, 'a policy of another process') for number in numbers)
     raise ValueError(
-      f'{listed(others)}: variables were made for {made_for}, and the recipe has {_POLICY_OF[own[others[0]]]}: give'
+      f'{listed(unlike)}: variables were made for {made_for}, and the recipe has {_POLICY_OF[own[unlike[0]]]}: give'
       ' sparse_training, sparse_variables and sparsify one recipe'
     )
   return None

@@ -260,6 +260,7 @@ class CheckStepTest(parameterized.TestCase):
       def of(params):
         if run is None:
           return loss(params, x)
+        # The states alone: the variables would not be read by another recipe.
         variables = s24.states_of(s24.sparse_variables(params, state, recipe, phase=phase))
         return s24.sparsify(loss, run, phase=phase)(params, variables, None, x)
 
