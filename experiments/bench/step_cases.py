@@ -8,7 +8,7 @@ from experiments.runs.race.contenders import Contender, CONTENDERS
 from experiments.runs.recipes import FFN, LINEAR
 
 _CUBLAS = '--xla_gpu_enable_triton_gemm=false'
-# Flags of XLA by name: cuBLAS for all dense matmuls, with it what else may help a step, and all tilings of its own ones.
+# Flags of XLA by name: cuBLAS for all dense matmuls, with it what else may help a step, and all tilings of XLA's own.
 FLAGS = {
   '': '', 'cublas': _CUBLAS,
   'hiding': f'{_CUBLAS} --xla_gpu_enable_latency_hiding_scheduler=true',
