@@ -17,7 +17,7 @@ import jax
 from jax._src import distributed
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
+from jax.experimental.mosaic.gpu import core, dialect, fragmented_array, memref_transpose, mma_utils, profiler, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, func, llvm, nvvm, vector
@@ -58,7 +58,11 @@ def mosaic_target() -> tuple[int, int]:
 def lowered_kernel(call: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool) -> bytes:
   """A module of one Mosaic GPU kernel, anonymous, and what it takes around it; `wide` is whether JAX has 64 bits."""
   with jax.enable_x64(wide):
-    module: Any = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
+    lowered: Any = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
+  # JAX keeps it, and threads that lower the same kernel at once get the same one: what is changed is a copy.
+  context = mlir.make_ir_context()
+  dialect.register_dialect(context)
+  module: Any = ir.Module.parse(_bytecode(lowered), context)
 
   def visit(operation: Any) -> Any:
     if operation.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in operation.attributes:
@@ -68,8 +72,12 @@ def lowered_kernel(call: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeS
   module.operation.walk(visit)
   with module.context:
     PassManager.parse('builtin.module(strip-debuginfo)').run(module.operation)
+  return _bytecode(module)
+
+
+def _bytecode(module: Any, **options: Any) -> bytes:
   code = io.BytesIO()
-  module.operation.write_bytecode(code)
+  module.operation.write_bytecode(code, **options)
   return code.getvalue()
 
 
@@ -95,9 +103,7 @@ def make_anonymous(call: Any) -> None:
       context.allow_unregistered_dialects = unknown
     if 'mosaic_gpu.dump_basename' in module.operation.attributes:
       del module.operation.attributes['mosaic_gpu.dump_basename']
-    text = io.BytesIO()
-    module.operation.write_bytecode(text, desired_version=0)
-    kernel = text.getvalue()
+    kernel = _bytecode(module, desired_version=0)
     changed = {'module': kernel, 'kernel_hash': hashlib.sha256(kernel).digest()}
     kept = {named.name: named.attr for named in config if named.name not in changed}
     config = kept | {name: ir.StringAttr.get(value) for name, value in changed.items()}

@@ -1,11 +1,14 @@
 """A kernel is lowered once a program, and is the same in every program: `mosaic.once` and the launcher of Triton."""
 
+import concurrent.futures
+import contextlib
 import functools
 import importlib
 import pathlib
 import re
 import sys
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -70,12 +73,18 @@ def _layers(op, number, values, metadata, x):
   return x
 
 
-def _lowered(f) -> str:
+@contextlib.contextmanager
+def _for_h100():
+  with mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')), targets.lowering_for(90):
+    yield
+
+
+def _lowered_here(f) -> str:
   x = targets.struct((128, 128), _BF16)
-  with (
-    mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')), targets.lowering_for(90),
-  ):
-    return jax.jit(f).trace(*_WEIGHT, x).lower(lowering_platforms=('cuda',)).as_text()
+  return jax.jit(f).trace(*_WEIGHT, x).lower(lowering_platforms=('cuda',)).as_text()
+
+
+_lowered = _for_h100()(_lowered_here)
 
 
 class OnceTest(parameterized.TestCase):
@@ -115,6 +124,21 @@ class OnceTest(parameterized.TestCase):
           self.assertRaisesRegex(AssertionError, 'lowered again'),
         ):
           _lowered(functools.partial(_matmul))
+
+  def test_threads_that_lower_a_kernel_at_once_do_not_meet_in_its_module(self):
+    def slow(pipeline):
+      time.sleep(0.05)
+      return manager.parse(pipeline)
+
+    manager = _compat.PassManager
+    with (
+      mock.patch.object(_disk_cache, 'read', lambda key: None), _for_h100(),
+      mock.patch.object(_compat, 'PassManager', mock.Mock(parse=slow)),
+      concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+      texts = list(pool.map(_lowered_here, [functools.partial(_matmul) for _ in range(4)]))
+    self.assertEqual(_CALL.findall(texts[0]), _CALL.findall(_lowered(_matmul)))
+    self.assertLen(set(texts), 1)
 
   def test_a_mesh_of_another_gpu_is_no_part_of_a_kernel_nor_of_its_key(self):
     device = jax.sharding.AbstractDevice('NVIDIA B200', 148, 'gpu')
