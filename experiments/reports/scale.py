@@ -9,7 +9,7 @@ from experiments.reports import provenance
 
 _STEP = 'model=llama-3b&recipe=transposable_srste'
 _PAPER = (
-  'model †', 'GPUs', 'layout', 'GB', 'received GB, dense', 'sparse', 'computing s, dense', 'sparse',
+  'model', 'GPUs', 'layout', 'GB', 'received GB, dense', 'sparse', 'computing s, dense', 'sparse',
   'communication s, dense', 'sparse', 'x, hidden', 'x, apart',
 )  # fmt: skip
 _SIMULATED = (
@@ -56,7 +56,7 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
     f'A step has {formula.TOKENS:,} tokens in sequences of {record["shape"]["length"]:,}, micro-batches of at most '
     f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. On one '
     f'{record["device"]} a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step '
-    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: above 80 '
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: above 141 '
     'the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times faster '
     'the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, *apart* if '
     'nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The measured '
@@ -75,8 +75,6 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 <!-- records: train_step.jsonl?model=llama-3b -->
 {_head(*_PAPER)}
 {paper}
-
-† The record of the step is of a source with uncommitted changes.
 
 ## By simulation
 

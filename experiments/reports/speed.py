@@ -102,7 +102,7 @@ _PROGRAMS = {'ffn': 'feed-forward block', 'train_step': 'training step'}
 
 
 def markdown(records: Sequence[Record]) -> str:
-  """Blocks and steps, a table for each device, that with most of them first: those of `docs/speed.md`.
+  """Blocks and steps, the table of `docs/speed.md`; the device with most of them is named once, others in their rows.
 
   The lower figure of bursts and a trace; a dagger where the record does not stand by itself.
 
@@ -115,18 +115,18 @@ def markdown(records: Sequence[Record]) -> str:
   |---|---|---|---|---|
   | training step, gpt2, 8 x 4 | S-STE, FP8 | 2.00 | 3.00 | **1.50** † |
   """
-  head = ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
-  tables = []
-  for device in _devices(records):
-    lines = [f'On one {device}:', '', *head]
-    here = [record for record in records if record.get('device') == device]
-    for bench, name in _PROGRAMS.items():
-      lines += [_row(name, record) for record in here if record['bench'] == bench]
-    tables.append('\n'.join(lines))
-  return '\n\n'.join(tables)
+  main, *others = _devices(records)
+  lines = [f'On one {main}{", where a row names no other" if others else ""}:', '']
+  lines += ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
+  for bench, name in _PROGRAMS.items():
+    for device in (main, *others):
+      where = '' if device == main else f', {device}'
+      here = [record for record in records if record['bench'] == bench and record.get('device') == device]
+      lines += [_row(name, record, where) for record in here]
+  return '\n'.join(lines)
 
 
-def _row(name: str, record: Record) -> str:
+def _row(name: str, record: Record, where: str) -> str:
   shape, bursts, found, sustained = record['shape'], ratios(record), lower(record), traced(record)
   sizes = ('tokens', 'd', 'hidden') if record['bench'] == 'ffn' else ('batch', 'length')
   kind = record['activation'] if record['bench'] == 'ffn' else record['model']
@@ -142,7 +142,7 @@ def _row(name: str, record: Record) -> str:
   if 'dense_fp8' in found:
     dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
     times += f'; over FP8 {faster("dense_fp8")}'
-  what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}'
+  what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}{where}'
   mark = ' †' if provenance.faults(record) else ''
   return f'| {what} | {_method(record)} | {milliseconds(record):.2f} | {dense} | {times}{mark} |'
 

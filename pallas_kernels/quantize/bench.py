@@ -111,7 +111,7 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     own = _device.current().arch.kernel(SPARSE, 1)
     op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else (SPARSE, own and own.backend)
     write(dict(
-      bench='float8_matmuls', op=op, role=role, shape=(tokens, d_in, d_out),
+      bench='float8_matmuls', op=op, role=role, shape=dict(tokens=tokens, d_in=d_in, d_out=d_out),
       dtype=jax.tree.leaves(arrays)[0].dtype.name,
       implementation=implementation, custom_calls=targets, tflops=flops / ms / 1e9, error=error, recipe='s_ste_fp8',
       baselines=baselines, **samples(times),

@@ -1,6 +1,6 @@
 """Memory, communication and time of a step on many GPUs, on paper.
 
-Compute is measured: the training step of Llama 3B on one H100 (`train_step.jsonl`), dense and with transposable masks,
+Compute is measured: the training step of Llama 3B on one H200 (`train_step.jsonl`), dense and with transposable masks,
 divided by parameters and tokens. Links have the rates that their makers state, which no program reaches. The formulas:
 
 - Dense compute takes c P t for t tokens on a GPU and P parameters. Sparse compute saves s F t of it, for F parameters

@@ -155,7 +155,7 @@ class RecordsTest(parameterized.TestCase):
   def test_a_table_that_does_not(self):
     path = Path(temp_folder(self)) / 'page.md'
     table = '| a | b |\n|---|---|\n| x | 1.5{} |\n'
-    clean, faulty = 'train_step.jsonl?commit=15c44b6', 'matmul_bounds.jsonl'
+    clean, faulty = 'vnm_matmul.jsonl', 'matmul_bounds.jsonl'
     cases = (
       ('', '', 'without <!-- records'), (f'<!-- records: {clean} -->\n', '', None),
       (f'<!-- records: {clean} -->\n', ' †', '† goes'), (f'<!-- records: {clean};\n {faulty} -->\n', ' †', None),
