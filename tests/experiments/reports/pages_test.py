@@ -138,15 +138,6 @@ class RecordsTest(parameterized.TestCase):
       listed = {file: faults for file, faults in listed.items() if faults}
     self.assertEqual(provenance.to_measure_again(), listed, 'commit, then measure; what is mended leaves the list')
 
-  def test_records_that_name_no_text_are_of_todays(self):
-    """SET ran on the day of the methods whose records do not say on which text, and again with those that do."""
-    days = []
-    for name in ('grid_flops_nano_cpu_earlier.jsonl', 'grid_flops_nano_cpu.jsonl?contender=set_'):
-      days.append({(r['rate'], r['decay'], r['seed']): r['loss'] for r in provenance.read(name)})
-    both = days[0].keys() & days[1].keys()
-    self.assertLen(both, 5)
-    self.assertEqual(*({trial: day[trial] for trial in both} for day in days))
-
   @parameterized.parameters(*DOCUMENTS)
   def test_tables_cite_their_records(self, document):
     found = provenance.tables(document)
