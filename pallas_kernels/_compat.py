@@ -17,11 +17,12 @@ import jax
 from jax._src import distributed
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.mosaic.gpu import core, dialect, fragmented_array, memref_transpose, mma_utils, profiler, utils
+from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, func, llvm, nvvm, vector
 from jaxlib.mlir.passmanager import PassManager
+from jaxlib.mosaic.python import mosaic_gpu as mosaic_gpu_dialect
 
 __all__ = [
   'ACCUMULATOR', 'FRAGMENTED_ACCUMULATOR', 'FRAGMENTED_WGMMA', 'arith', 'assumed_capability', 'configuration',
@@ -61,7 +62,7 @@ def lowered_kernel(call: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeS
     lowered: Any = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
   # JAX keeps it, and threads that lower the same kernel at once get the same one: what is changed is a copy.
   context = mlir.make_ir_context()
-  dialect.register_dialect(context)
+  mosaic_gpu_dialect.register_dialect(context)
   module: Any = ir.Module.parse(_bytecode(lowered), context)
 
   def visit(operation: Any) -> Any:

@@ -16,6 +16,7 @@ transposable mask; and no gradient has to be made sparse by sampling, hence no M
 """
 
 import functools
+import logging
 import math
 from typing import Any
 
@@ -23,12 +24,13 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._dispatch import log_once
 from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
 from sparse24_jax._activation_reference import Reference
 from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens
-from sparse24_jax.policy import ActivationPolicy, TwoOfFour
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 from sparse24_jax.projection import abstract_state
 from sparse24_jax.projections import projections_of
 
@@ -60,7 +62,9 @@ def neuron_level_ffn(
   recipe does; with features `TwoOfFour()` the forward treats each token by itself.
 
   Args:
-    x: `[..., d]`; all axes but the last are tokens, in multiples of V and M. With experts `[experts, ..., d]`.
+    x: `[..., d]`; all axes but the last are tokens, in multiples of V and M. With experts `[experts, ..., d]`. V tokens
+      in a row share their features: in a causal model they must be of one position, so that none sees what follows it
+      (`x.swapaxes(0, 1).reshape(-1, d)` of `[sequences, positions, d]`). Several axes of tokens give a warning.
     w_up: `[d, h]`, or `[experts, d, h]`: each expert is a block of its own.
     w_down: `[h, d]`, or `[experts, h, d]`.
     state: `'up'` and `'down'`, the states of the two projections, and with clusters `'neurons'`, int32 `[h]`, from
@@ -99,7 +103,10 @@ def neuron_level_ffn(
     _check(*one, policy=policy)
   else:
     _check(x, w_up, w_down, state, policy)
-  tokens = math.prod(x.shape[w_up.ndim - 2 : -1])
+  lead = x.shape[w_up.ndim - 2 : -1]
+  if isinstance(policy.features, VNM) and sum(size > 1 for size in lead) > 1:
+    _say_neighbours(x.shape, policy.features.v)
+  tokens = math.prod(lead)
   plan = plan_neurons(policy, tokens, w_up.shape[-2], w_up.shape[-1], x.dtype)
   block, given = functools.partial(_block, plan), (x, w_up, w_down, state, b_up, b_down)
   if w_up.ndim == 2:
@@ -108,6 +115,17 @@ def neuron_level_ffn(
     return jax.vmap(block)(*given)
   # The kernels know no batch axis.
   return jnp.stack([block(*jax.tree.map(lambda a, i=i: a[i], given)) for i in range(x.shape[0])])
+
+
+def _say_neighbours(shape: tuple[int, ...], v: int) -> None:
+  message = (
+    f'sparse activations choose features for {v} tokens at a time, neighbours along axis {len(shape) - 2} of x'
+    f' {list(shape)}. If that axis is a sequence, a token depends on those behind it, and a causal model sees what it'
+    ' is to predict. Give such a block [tokens, d] with tokens of one position as neighbours'
+    ' (x.swapaxes(0, 1).reshape(-1, d) of [sequences, positions, d]), or take features=TwoOfFour(), which treats each'
+    ' token by itself'
+  )
+  log_once(message, 'sparse24_jax', logging.WARNING)
 
 
 def _block(

@@ -15,7 +15,7 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration.check_optimizer import decays_gradients, GIVE_BOUND, note_of_clip, problems_of
-from sparse24_jax.masks import verify24
+from sparse24_jax.integration.functional import require_zeros
 from sparse24_jax.optim import try_chain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
@@ -174,10 +174,16 @@ def check(
   dense = tuple(path for path in others if path.rpartition('/')[2] not in ('bias', 'scale'))
   weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
-  fine = [w.weight for w in weights.values() if w.weight is not None and w.problem is None]
-  if concrete and fine:
+  while concrete and (fine := [w.weight for w in weights.values() if w.weight is not None and w.problem is None]):
     others = keep_dense(params, recipe, [path for path, w in weights.items() if w.problem is not None])
-    weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
+    try:
+      weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
+      break
+    except ValueError as error:
+      refused = [path for path in str(error).partition(': ')[0].split(', ') if path in weights]
+      if not refused or any(weights[path].problem for path in refused):
+        raise
+      weights |= {path: dataclasses.replace(weights[path], problem=str(error)) for path in refused}
   notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
   read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
   odd = [path for path, w in read.items() if not w.layout.is_standard]
@@ -234,11 +240,10 @@ def _measured(
     policy, w, state = sparse[path]
     projected = policy.projection.apply(w, state)
     pruned = projected == 0
-    if form is not None:
-      try:
-        verify24(weight.layout.matrix(projected))
-      except ValueError as error:
-        found[path] = dataclasses.replace(found[path], problem=f'{path}: the projected weight is not 2:4: {error}')
+    try:
+      require_zeros(form, weight.layout.matrix(projected), weight.layout)
+    except ValueError as error:
+      found[path] = dataclasses.replace(found[path], problem=f'{path}: the projected weight is not 2:4: {error}')
     reached = float(jnp.sum(pruned & (grads[path] != 0)) / jnp.maximum(pruned.sum(), 1))
     problem = found[path].problem
     if not reached and pruned.any():

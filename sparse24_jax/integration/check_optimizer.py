@@ -31,7 +31,8 @@ def problems_of(tried: Tried, weights: Mapping[str, BoundWeight]) -> dict[str, s
     problems.setdefault(
       path,
       f'{path}: the weights after step {step} differ from those the masks were chosen from: a transformation after'
-      ' sparse_training changed the update, a learning rate say: put it inside, sparse_training(chain(...), recipe)',
+      ' sparse_training changed the update, a learning rate or a clip say: put it inside,'
+      ' sparse_training(chain(...), recipe)',
     )
   for path in tried.still:
     problems.setdefault(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
+from sparse24_jax.layout import Layout
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import (
   holds_state,
@@ -21,7 +22,7 @@ from sparse24_jax.optim import (
   warn_of_other_weights,
 )
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
+from sparse24_jax.projection import abstract_state, Form, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, require_recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
@@ -120,26 +121,34 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   for path, projection in sparse.items():
     layout = projection.layout_of(weights[path])
     form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
-    axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
     with errors_name(path):
       if jnp.isnan(w).any():
         raise ValueError(
           'it holds NaN, and nothing tells what its zeros are: the run diverged, or under jit project was given a state'
           ' of other weights or of another recipe'
         )
-      for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
-        try:
-          verify24(w, axis=axis)
-        except ValueError as error:
-          message = str(error)
-          if not layout.is_standard:
-            name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
-            where = f'axis {stored[0]}' if len(stored) == 1 else f'axes {", ".join(map(str, stored))}'
-            message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
-            message += ' in the weight as [in, out]'
-          raise ValueError(f'{message}; parameters as trained are dense, those of project have the zeros') from error
+      try:
+        require_zeros(form, w, layout)
+      except ValueError as error:
+        raise ValueError(f'{error}; parameters as trained are dense, those of project have the zeros') from error
     shares[path] = round(float(jnp.mean(w == 0)), 6)
   return shares
+
+
+def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:
+  """Raises ValueError where a projected weight, as [in, out], is not 2:4 along what its projection packs."""
+  axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
+  for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+    try:
+      verify24(w, axis=axis)
+    except ValueError as error:
+      message = str(error)
+      if not layout.is_standard:
+        name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
+        where = f'axis {stored[0]}' if len(stored) == 1 else f'axes {", ".join(map(str, stored))}'
+        message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
+        message += ' in the weight as [in, out]'
+      raise ValueError(message) from error
 
 
 def projected_weights(

@@ -95,7 +95,9 @@ def _one_step(
 
 def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
   """Parameters and state, and how large the update of each parameter is."""
-  updates, state = optimizer.update(grads, state, params)
+  # What follows the loss, as reduce_on_plateau does, takes any.
+  more = optax.with_extra_args_support(optimizer)
+  updates, state = more.update(grads, state, params, value=jnp.ones(()))
   sizes = jax.tree.map(lambda u: jnp.sum(jnp.abs(u.astype(jnp.float32))), unboxed(updates))
   return optax.apply_updates(params, updates), state, sizes
 

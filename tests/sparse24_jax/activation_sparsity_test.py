@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.activation_patterns import feature_mask
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.policy import ActivationPolicy, Clusters, TwoOfFour
+from tests.draws import gaussian
 from tests.quick import jit
 from tests.sparse24_jax.activation_oracles import (
   D,
@@ -90,6 +92,20 @@ class NumericsTest(parameterized.TestCase):
     np.testing.assert_allclose(
       f(x[:5], w_up, w_down, state), f(x, w_up, w_down, state)[:5], rtol=1e-5, atol=1e-5
     )
+
+  @parameterized.parameters(((2, 16, 16), True), ((1, 32, 16), False), ((32, 16), False))
+  def test_neighbours_along_one_of_several_axes_are_told(self, shape, told):
+    """What a token gets depends on those behind it, which no causal model may have."""
+    policy = s24.ActivationPolicy(s24.VNM(16, 8), sparse_weights=False)
+    x, w_up, w_down = gaussian(0, shape), gaussian(1, (16, 64)), gaussian(2, (64, 16))
+    block = jax.jit(lambda x: s24.neuron_level_ffn(x, w_up, w_down, {}, policy=policy))
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') if told else self.assertNoLogs('sparse24_jax', 'WARNING') as logs:
+      y = block(x)
+    if told:
+      self.assertIn('16 tokens at a time, neighbours along axis 1 of x [2, 16, 16]', logs.output[0])
+    other = block(x.at[..., -1, :].multiply(-3))
+    self.assertTrue(jnp.any(y[..., :-1, :] != other[..., :-1, :]))
 
   def test_nan_passes(self):
     x, w_up, w_down, _ = draw()

@@ -214,7 +214,9 @@ class Block(nn.Module):
     mlp, h_BxTxD = MLP(cfg, name='mlp'), layer_norm(cfg, 'ln_2')(x_BxTxD)
     if cfg.ffn_order == 'sequence':
       return x_BxTxD + drop(mlp(h_BxTxD))
-    return x_BxTxD + drop(jnp.swapaxes(mlp(jnp.swapaxes(h_BxTxD, 0, 1)), 0, 1))
+    h_TxBxD = jnp.swapaxes(h_BxTxD, 0, 1)
+    z_TxBxD = mlp(h_TxBxD.reshape(-1, h_TxBxD.shape[-1])).reshape(h_TxBxD.shape)
+    return x_BxTxD + drop(jnp.swapaxes(z_TxBxD, 0, 1))
 
 
 def embedding(config: GPT2Config, rows: int, name: str, *, std: float = INIT_STD) -> nn.Embed:

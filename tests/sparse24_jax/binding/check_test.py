@@ -113,6 +113,29 @@ class CheckTest(parameterized.TestCase):
     self.assertEqual((mended.ok, mended.dense), (True, ('table', 'v')))
     self.assertRegex(str(mended), '(?s)block -: a layer by itself.*stay dense: table, v')
 
+  def test_a_matmul_that_a_run_refuses_is_a_problem_of_its_weight(self):
+    params = {name: gaussian(i, (16, 16)) for i, name in enumerate(('a', 'b', 'c'))}
+
+    def f(p, x):
+      return jnp.tanh(jnp.tanh(x @ p['a']).mean(1) @ p['b']) @ p['c']
+
+    checked = s24.check(s24.recipes.s_ste('.*'), f, params, jnp.ones((2, 8, 16)))
+    self.assertEqual([(w.path, w.pruned) for w in checked.weights], [('a', 0.5), ('b', None), ('c', None)])
+    self.assertRegex(str(checked), 'PROBLEM  b: .* has 2 tokens.*\nPROBLEM  c: .* has 2 tokens')
+
+  @parameterized.parameters(False, True)
+  def test_a_down_projection_has_its_zeros_along_its_outputs(self, transposed):
+    turn = jnp.transpose if transposed else lambda w: w
+    params = {'up': turn(gaussian(0, (16, 64))), 'down': turn(gaussian(1, (64, 16)))}
+
+    def f(p, x):
+      return jnp.square(jax.nn.relu(x @ turn(p['up']))) @ turn(p['down'])
+
+    recipe = s24.recipes.neuron_level('up', 'down', policy=s24.ActivationPolicy(s24.VNM(16, 8)))
+    checked = s24.check(recipe, f, params, gaussian(2, (64, 16)))
+    self.assertTrue(checked.ok, checked)
+    self.assertEqual([w.pruned for w in checked.weights], [0.5, 0.5])
+
   def test_modules_in_place_of_a_function(self):
     x = jnp.ones((4, 16))
     params = nn.Dense(8).init(jax.random.key(0), x)['params']
@@ -166,6 +189,14 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(wrong), 'query: the weights after step 0 differ from those the masks were chosen from: ')
     with self.assertRaisesRegex(ValueError, 'out: optimizer makes it sparse, recipe does not'):
       s24.check(s24.recipes.ste('query'), f, params, x, optimizer=scaled_after)
+
+  def test_an_optimizer_that_reads_the_loss(self):
+    f, params, x = example()
+    recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
+    by_loss = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
+    for optimizer, ok in ((s24.sparse_training(by_loss, recipe), True),
+                          (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
+      self.assertEqual(s24.check(recipe, f, params, x, optimizer=optimizer).ok, ok)
 
   def test_decay_that_is_clipped_with_the_gradient(self):
     """Links that come and go have no decay, and their clip inside."""
