@@ -115,7 +115,7 @@ ACTIVATIONS: dict[str, Activation] = {
   'relu': Activation(jax.nn.relu, _relu, _relu_and_slope, steepest=1.0, written=(_relu,)),
   'squared_relu': Activation(
     lambda z: jnp.square(jax.nn.relu(z)), lambda z: _relu(z) * _relu(z), _squared_relu_and_slope,
-    # At zero all have the derivative zero.
+    # The derivative of all is zero at zero. They differ at NaN and minus infinity alone.
     written=(
       lambda z: jnp.square(jnp.maximum(z, 0)), lambda z: jnp.square(jnp.maximum(0, z)), lambda z: jnp.clip(z, 0) ** 2,
       lambda z: z * jax.nn.relu(z), lambda z: jax.nn.relu(z) * z, lambda z: jax.nn.relu(z) ** 2.0,

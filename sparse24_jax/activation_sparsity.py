@@ -30,7 +30,7 @@ from sparse24_jax._activation_reference import Reference
 from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens
-from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour
 from sparse24_jax.projection import abstract_state
 from sparse24_jax.projections import projections_of
 
@@ -64,7 +64,8 @@ def neuron_level_ffn(
   Args:
     x: `[..., d]`; all axes but the last are tokens, in multiples of V and M. With experts `[experts, ..., d]`. V tokens
       in a row share their features: in a causal model they must be of one position, so that none sees what follows it
-      (`x.swapaxes(0, 1).reshape(-1, d)` of `[sequences, positions, d]`). Several axes of tokens give a warning.
+      (`x.swapaxes(0, 1).reshape(-1, d)` of `[sequences, positions, d]`). Several axes of tokens give a warning; one
+      sequence at a time, as under `jax.vmap`, gives none.
     w_up: `[d, h]`, or `[experts, d, h]`: each expert is a block of its own.
     w_down: `[h, d]`, or `[experts, h, d]`.
     state: `'up'` and `'down'`, the states of the two projections, and with clusters `'neurons'`, int32 `[h]`, from
@@ -104,8 +105,8 @@ def neuron_level_ffn(
   else:
     _check(x, w_up, w_down, state, policy)
   lead = x.shape[w_up.ndim - 2 : -1]
-  if isinstance(policy.features, VNM) and sum(size > 1 for size in lead) > 1:
-    _say_neighbours(x.shape, policy.features.v)
+  if policy.features.block > 1 and sum(size > 1 for size in lead) > 1:
+    _say_neighbours(x.shape, policy.features.block)
   tokens = math.prod(lead)
   plan = plan_neurons(policy, tokens, w_up.shape[-2], w_up.shape[-1], x.dtype)
   block, given = functools.partial(_block, plan), (x, w_up, w_down, state, b_up, b_down)
@@ -119,11 +120,10 @@ def neuron_level_ffn(
 
 def _say_neighbours(shape: tuple[int, ...], v: int) -> None:
   message = (
-    f'sparse activations choose features for {v} tokens at a time, neighbours along axis {len(shape) - 2} of x'
-    f' {list(shape)}. If that axis is a sequence, a token depends on those behind it, and a causal model sees what it'
-    ' is to predict. Give such a block [tokens, d] with tokens of one position as neighbours'
-    ' (x.swapaxes(0, 1).reshape(-1, d) of [sequences, positions, d]), or take features=TwoOfFour(), which treats each'
-    ' token by itself'
+    f'sparse activations choose features for {v} tokens in a row of x {list(shape)}, flattened to [tokens, d]. If these'
+    ' are of one sequence, a token depends on those behind it, and a causal model sees what it is to predict. Give such'
+    ' a block [tokens, d] with tokens of one position in a row (x.swapaxes(0, 1).reshape(-1, d) of'
+    ' [sequences, positions, d]), or take features=TwoOfFour(), which treats each token by itself'
   )
   log_once(message, 'sparse24_jax', logging.WARNING)
 

@@ -211,7 +211,7 @@ MUTANTS = _of(
   ('zeros are looked for along the axis that a projection packs', 'integration/functional.py',
    '(form.axis,) if isinstance(form, SoftThreshold)', '(-2,) if isinstance(form, SoftThreshold)',
    'binding/check_test.py', 'along_its_outputs'),
-  ('neighbours along one of several axes of tokens are told', 'activation_sparsity.py', 'for size in lead) > 1:',
+  ('neighbours of several axes of tokens are told', 'activation_sparsity.py', 'for size in lead) > 1:',
    'for size in lead) > 9:', 'activation_sparsity_test.py', 'neighbours'),
   ('updates that are multiplied behind the wrapper are found', 'binding/flow.py', 'none if may_be_gate(',
    'none if True or may_be_gate(', 'integration/check_step_test.py', 'multiplied_behind'),

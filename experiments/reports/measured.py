@@ -146,7 +146,7 @@ def mask_searches() -> str:
 
 def runs() -> str:
   """How many times as fast as dense a run with sparse activations is: sparse for a share of its steps, else dense."""
-  records = provenance.read('train_step.jsonl?recipe=neuron_level')
+  records = provenance.read('train_step.jsonl?recipe=neuron_level&device=NVIDIA H200')
   rows = []
   for r in records:
     gain = speed.lower(r)['dense']

@@ -32,9 +32,7 @@ _GONE = ('together',)
 _MOVED = {
   'experiments.race': 'experiments race',
   'experiments.scale': 'experiments scale',
-  'experiments.bench.attention': 'pallas_kernels bench sparse_attention',
   'experiments.bench.neuron_level --select packs': 'pallas_kernels bench vnm_matmul --select packs',
-  'experiments.bench.neuron_level --select matmul': 'pallas_kernels bench vnm_matmul --select matmul',
 }
 _RENAMED = {'--together': '--population'}
 
@@ -85,8 +83,8 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
 def today(command: str) -> str:
   """The command that does today what a record says was run.
 
-  >>> today('python -m experiments.bench.attention --select 4k')
-  'python -m pallas_kernels bench sparse_attention --select 4k'
+  >>> today('python -m experiments.race --size wide2048')
+  'python -m experiments race --size wide2048'
   """
   for then, now in _MOVED.items():
     command = re.sub(rf'python -m {re.escape(then)}(?= |$)', f'python -m {now}', command)

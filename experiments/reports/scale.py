@@ -56,11 +56,11 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
     f'A step has {formula.TOKENS:,} tokens in sequences of {record["shape"]["length"]:,}, micro-batches of at most '
     f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. On one '
     f'{record["device"]} a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step '
-    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: above 141 '
-    'the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times faster '
-    'the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, *apart* if '
-    'nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The measured '
-    'step includes packing; the formula does not say how its time changes with the number of GPUs.'
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
+    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
+    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
+    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
+    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
   return f"""# Many GPUs, on paper and by simulation
 
@@ -93,8 +93,8 @@ the forward to the backward pass, which is what FSDP is for, a dense weight is g
 layers run one by one and are not recomputed, XLA gathers a dense weight once and keeps it whole, 2 bytes of every
 weight on every device. Only there does sparse move more, by 1/4 byte, and it keeps no whole weight. To gather only the
 packing for the forward, and to make the other from it on each device, would move 9/8 bytes. This was not built: it
-reads and writes 2 1/4 bytes of memory a weight and micro-batch, which takes {_REPACK:.2f} ps at 3.35 TB/s and holds up
-the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
+reads and writes 2 1/4 bytes of memory a weight and micro-batch, which takes {_REPACK:.2f} ps at an H100's 3.35 TB/s and
+holds up the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
 
 {_SIMULATION}
 

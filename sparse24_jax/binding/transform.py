@@ -282,16 +282,17 @@ class _Sparse:
         return None  # one matmul is faster than two
       states |= zip(first.split('_'), halves(states.pop(first), len(batch) + 2), strict=True)
       biases |= zip(first.split('_'), halves(biases.pop(first, None), 1), strict=True)
+    paths = ', '.join(weight.path for weight, _ in read_by.values())
     if neurons is None:
       run = functools.partial(
         ffn_at, policy=policy, activation=block.activation, precision=asked.pop().precision,
         hidden_sharding=block.sharding, plan=plan,
       )  # fmt: skip
     else:
-      _check_precision(maps['down'], asked)
+      with errors_name(paths):
+        _check_precision(maps['down'], asked)
       run = functools.partial(_neuron_level, policy=neurons, activation=block.activation)
     key = _key(maps['down'], x, weights)
-    paths = ', '.join(weight.path for weight, _ in read_by.values())
     with errors_name(paths), sampled_for(paths):
       y = _for_each(batch, run, x, weights, states, key) if batch else run(x, weights, biases, states, key=key)
     y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
@@ -347,7 +348,7 @@ def _check_precision(found: Matmul, asked: set[Asked]) -> None:
   """ValueError unless a block with sparse activations, which multiplies as kernels do, gives what is asked."""
   for ask in asked - {PLAIN}:
     if reason := ask.unfit(found.operands) or (found.operands == jnp.float32 and ask.describe()):
-      raise ValueError(f'{found.view.path}: {reason}: a block with sparse activations has the default precision only')
+      raise ValueError(f'{reason}: a block with sparse activations has the default precision only')
 
 
 def _neuron_level(

@@ -102,7 +102,7 @@ class Checked:
     rows = [head, *(_row(w, w.weight) for w in self.weights if w.weight is not None)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     table = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines = [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
+    lines = list(dict.fromkeys(f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None))
     if any(w.reached is not None for w in self.weights):
       lines.append(_SHARES)
     if apart := _apart(self.weights):

@@ -94,7 +94,7 @@ class NumericsTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(((2, 16, 16), True), ((1, 32, 16), False), ((32, 16), False))
-  def test_neighbours_along_one_of_several_axes_are_told(self, shape, told):
+  def test_neighbours_of_several_axes_are_told(self, shape, told):
     """What a token gets depends on those behind it, which no causal model may have."""
     policy = s24.ActivationPolicy(s24.VNM(16, 8), sparse_weights=False)
     x, w_up, w_down = gaussian(0, shape), gaussian(1, (16, 64)), gaussian(2, (64, 16))
@@ -103,7 +103,7 @@ class NumericsTest(parameterized.TestCase):
     with self.assertLogs('sparse24_jax', 'WARNING') if told else self.assertNoLogs('sparse24_jax', 'WARNING') as logs:
       y = block(x)
     if told:
-      self.assertIn('16 tokens at a time, neighbours along axis 1 of x [2, 16, 16]', logs.output[0])
+      self.assertIn('16 tokens in a row of x [2, 16, 16]', logs.output[0])
     other = block(x.at[..., -1, :].multiply(-3))
     self.assertTrue(jnp.any(y[..., :-1, :] != other[..., :-1, :]))
 

@@ -32,11 +32,12 @@ class MeasuredTest(absltest.TestCase):
 
   def test_mask_searches_have_a_row_for_each_model(self):
     record = {'model': 'm', 'recipe': 'transposable_srste', 'device': 'NVIDIA H200', 'search_ms': 4.0}
-    *_, row = made(measured.mask_searches, [record, record | {'recipe': 's_ste', 'search_ms': 3.0}])
-    self.assertEqual(row[:2], ['m', '4.0'])
+    others = record | {'recipe': 's_ste', 'search_ms': 3.0}, record | {'model': 'n', 'recipe': 'mixed_sparsity_24'}
+    *_, row, other = made(measured.mask_searches, [record, *others])
+    self.assertEqual((row[:2], other[:3]), (['m', '4.0'], ['n', '', '4.0']))
 
   def test_a_run_is_dense_for_the_rest_of_its_steps(self):
-    record = {'device': 'H200', 'model': 'm', 'pattern': '128:2:8', 'dense_features': 0.05, 'token_pattern': None,
+    record = {'model': 'm', 'pattern': '128:2:8', 'dense_features': 0.05, 'token_pattern': None,
               'median_ms': 50.0, 'commit': '0' * 40,
               'command': 'python -m experiments x', 'baselines': {'dense': {'median_ms': 100.0}}}  # fmt: skip
     *_, row = made(measured.runs, [record])

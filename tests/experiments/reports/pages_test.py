@@ -115,7 +115,7 @@ class RecordsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'commit': 'df15449', 'command': 'python -m experiments compare'}, ()),
     ({'commit': 'df15449', 'command': 'python -m pallas_kernels.pack.bench --out x'}, ('a program that is gone',)),
-    ({'commit': 'df15449', 'command': 'python -m experiments.bench.attention --out x'}, ()),
+    ({'commit': 'df15449', 'command': 'python -m experiments.race --out x'}, ()),
     ({'commit': 'df15449', 'command': 'python -m experiments together --seeds 0'}, ('a program that is gone',)),
     ({'commit': 'df15449+', 'command': 'python -m pallas_kernels tune'}, ('uncommitted changes',)),
     ({'commit': '6348563-dirt-dirty', 'command': 'python -m tests.soak'}, ('uncommitted changes',)),

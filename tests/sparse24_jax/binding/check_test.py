@@ -135,6 +135,9 @@ class CheckTest(parameterized.TestCase):
     checked = s24.check(recipe, f, params, gaussian(2, (64, 16)))
     self.assertTrue(checked.ok, checked)
     self.assertEqual([w.pruned for w in checked.weights], [0.5, 0.5])
+    with jax.default_matmul_precision('highest'):  # what such a block does not give is a problem of both
+      refused = s24.check(recipe, f, params, jnp.asarray(gaussian(2, (64, 16))))
+    self.assertRegex(str(refused), '(?s)PROBLEM  (up, down|down, up): precision=(?!.*PROBLEM)')
 
   def test_modules_in_place_of_a_function(self):
     x = jnp.ones((4, 16))
@@ -194,7 +197,7 @@ class CheckTest(parameterized.TestCase):
     f, params, x = example()
     recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
     by_loss = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
-    for optimizer, ok in ((s24.sparse_training(by_loss, recipe), True),
+    for optimizer, ok in ((optax.MultiSteps(s24.sparse_training(by_loss, recipe), 2), True),
                           (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
       self.assertEqual(s24.check(recipe, f, params, x, optimizer=optimizer).ok, ok)
 
