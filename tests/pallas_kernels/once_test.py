@@ -25,7 +25,6 @@ from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
 from tests import targets
-from tests.pallas_kernels import triton_interpreter
 
 _BF16 = jnp.dtype('bfloat16')
 _CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*?\) \{(.*), operand_layouts')
@@ -91,8 +90,6 @@ class OnceTest(parameterized.TestCase):
 
   @parameterized.parameters(_matmul, _vnm, _pack)
   def test_layers_share_a_kernel_and_so_do_programs(self, op):
-    if op is _pack and not triton_interpreter.HAS_TRITON:
-      self.skipTest('needs Triton')
     three = _CALL.findall(text := _lowered(functools.partial(_layers, op, 3)))
     self.assertLen(three, 1)
     self.assertLen(re.findall(r' call @(?:mosaic|triton)_kernel', text), 3)
@@ -101,8 +98,6 @@ class OnceTest(parameterized.TestCase):
 
   @parameterized.parameters((_pack, _triton, '_lower_by_jax_triton'), (_matmul, _compat, 'lowered_kernel'))
   def test_the_next_process_finds_what_was_lowered(self, op, module, lower):
-    if op is _pack and not triton_interpreter.HAS_TRITON:
-      self.skipTest('needs Triton')
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', SPARSE24_JAX_KERNEL_CACHE=folder):
       made = _lowered(functools.partial(op))
       (kept,) = pathlib.Path(folder).iterdir()
@@ -159,7 +154,6 @@ class OnceTest(parameterized.TestCase):
         self.assertEqual(_CALL.findall(_lowered(functools.partial(_matmul))), _CALL.findall(made))
     self.assertEqual(set(targets_seen), {(9, 0)})
 
-  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
   def test_a_kernel_is_another_if_a_function_that_it_calls_is(self):
     found = set()
     for factor in (2, 3):
@@ -175,7 +169,6 @@ class OnceTest(parameterized.TestCase):
         found.add(_triton._identity(kernel, what))
     self.assertLen(found, 4)
 
-  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
   def test_machine_code_is_of_the_triton_that_was_imported(self):
     installed = _triton._compilers.__wrapped__()
     with mock.patch('triton.__version__', '3.5.0'):  # and another one was installed since

@@ -136,7 +136,7 @@ class CheckTest(parameterized.TestCase):
     self.assertTrue(checked.ok, checked)
     self.assertEqual([w.pruned for w in checked.weights], [0.5, 0.5])
     with jax.default_matmul_precision('highest'):  # what such a block does not give is a problem of both
-      refused = s24.check(recipe, f, params, jnp.asarray(gaussian(2, (64, 16))))
+      refused = s24.check(recipe, f, params, gaussian(2, (64, 16)))
     self.assertRegex(str(refused), '(?s)PROBLEM  (up, down|down, up): precision=(?!.*PROBLEM)')
 
   def test_modules_in_place_of_a_function(self):
