@@ -176,11 +176,13 @@ METHODS: Mapping[str, Method] = {
   'neuron_level_two_of_four_tokens_even': _vnm(16, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
   'neuron_level_64': _vnm(64, 8, half=True),
+  'neuron_level_64_two_of_four_tokens': _vnm(64, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   # These need 128 sequences in a step, or a block would hold tokens of two positions.
   'neuron_level_128': _vnm(128, 8, half=True),
   'neuron_level_128_dense_neurons': _vnm(128, 8, '20% dense neurons', half=True, dense_features=0.2),
   'neuron_level_128_two_of_four_tokens': _vnm(128, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   'neuron_level_128_16': _vnm(128, 16, half=True),
+  'neuron_level_128_16_two_of_four_tokens': _vnm(128, 16, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   # Tokens are routed among those of one position, a step's sequences.
   'neuron_level_clusters': _vnm(16, 8, 'clusters and router', half=True, clusters={'number': 4, 'within': 16}),
   'neuron_level_24': Method(
@@ -236,8 +238,9 @@ DENSE_NEURONS = ('dense_relu2', 'neuron_level_even', 'neuron_level_dense_neurons
 
 # The patterns that the kernels run, with their dense twin.
 KERNEL_PATTERNS = (
-  'dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_dense_neurons',
-  'neuron_level_128_two_of_four_tokens', 'neuron_level_128_16',
+  'dense_relu2', 'neuron_level_64', 'neuron_level_64_two_of_four_tokens', 'neuron_level_128',
+  'neuron_level_128_dense_neurons', 'neuron_level_128_two_of_four_tokens', 'neuron_level_128_16',
+  'neuron_level_128_16_two_of_four_tokens',
 )  # fmt: skip
 
 TWO_OF_FOUR_TOKENS = ('dense_relu2', 'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even')
