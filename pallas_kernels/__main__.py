@@ -3,6 +3,7 @@
     python -m pallas_kernels tune sparse_matmul --select headline      # writes pallas_kernels/tuned/<device>/<op>.json
     python -m pallas_kernels bench sparse_matmul --select headline --out results.jsonl
     python -m pallas_kernels verify --count 200              # random problems of sparse_matmul against NumPy's
+    python -m pallas_kernels bounds --out bounds.jsonl       # clock, power and NVIDIA's counters of four matmuls
     python -m pallas_kernels records                         # what was measured of sparse_matmul, as a table
 
 `ops.py` says what measures each op.
@@ -48,6 +49,10 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
   verify.add_argument('--out', type=pathlib.Path, help='gets one record of the run')
   verify.add_argument('--implementation', choices=sorted(kernels_of('sparse_matmul')), help="(default: the GPU's)")
+  bounds = command('bounds', 'what bounds sparse_matmul: loops with clock and power, and counters of single launches')
+  bounds.add_argument('--out', type=pathlib.Path, default=pathlib.Path('bounds.jsonl'), help='gets records')
+  bounds.add_argument('--select', nargs='+', choices=('square', 'forward'), default=['square', 'forward'])
+  bounds.add_argument('--ncu', help="NVIDIA's profiler (default: the one on the path, or CUDA's)")
   measured = command('records', 'print what was measured of sparse_matmul')
   measured.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   return parser
@@ -59,6 +64,7 @@ def _module(command: str, op: Op) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command line; exit status 1 if a result is wrong or something failed."""
+  from pallas_kernels.sparse_matmul import bounds
   from pallas_kernels.sparse_matmul.bench import table_of_records
   from pallas_kernels.sparse_matmul.verify import verify
 
@@ -72,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error(f'tune {op}: nothing to tune: {reason}')
   if OPS[op].in_triton:
     _triton.check_program(parser)
-  # The processes that tune `sparse_matmul` share the GPU with this one.
-  shared = args.command == 'tune' and op == 'sparse_matmul'
+  # The processes that tune `sparse_matmul`, and those that are profiled, share the GPU with this one.
+  shared = args.command == 'bounds' or (args.command == 'tune' and op == 'sparse_matmul')
   with _processes.shared_gpu() if shared else contextlib.nullcontext():
     device = _device.current()
   if device.platform != 'gpu' and not getattr(args, 'tiny', False):
@@ -84,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kernel is None:
       parser.error(f'verify: sparse_matmul has no kernel for {device.name}')
     return min(verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
+  if args.command == 'bounds':
+    return bounds.run(args)
   return _module(args.command, OPS[op]).run(args)
 
 

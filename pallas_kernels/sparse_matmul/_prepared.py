@@ -218,6 +218,14 @@ def dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
   return _dense(p, (x.a_dense, x.b))
 
 
+def dense_way(p: mosaic_gpu.Problem, name: str, args: Sequence[Array]) -> Callable[..., Array]:
+  """The way that a dense candidate's `config` names, compiled as it was."""
+  (found,) = compile_all([job for way, job in zip(_dense_ways(p), _dense_jobs(p, args), strict=True) if way == name])
+  if isinstance(found, Exception):
+    raise found
+  return found
+
+
 def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Candidate:
   """The dense matmul of a problem in 8 bits in bfloat16, with other numbers in the places of A's."""
   bf16 = jnp.dtype('bfloat16')

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _cusparselt_baseline(
+def cusparselt_baseline(
   p: mosaic_gpu.Problem, x: _prepared.Inputs, expected: Array, device: _device.Device, folder: pathlib.Path
 ) -> tuple[_tuning.Candidate, list[float]] | None:
   """cuSPARSELt's fastest right algorithm, its blob given, and times of making that; None where there is none."""
@@ -83,7 +83,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     if reason:
       raise ValueError(f'{p.key}: {reason}')
     count = _prepared.weights(p)
-    vendor = _cusparselt_baseline(p, x, ready.expected, device, folder) if count == 1 else None
+    vendor = cusparselt_baseline(p, x, ready.expected, device, folder) if count == 1 else None
     if vendor is not None:
       runs.append(vendor[0])
       names.append('cusparselt')

@@ -33,6 +33,8 @@ class CommandTest(parameterized.TestCase):
     ('bench pack --tiny', 'unrecognized arguments: --tiny'),
     ('tune vnm_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
     ('bench sparse_matmul', "bench runs on a GPU, and JAX finds 'cpu' here"),
+    ('bounds --select all', "--select: invalid choice: 'all' (choose from"),
+    ('bounds', "bounds runs on a GPU, and JAX finds 'cpu' here"),
     ('verify --count 3', "verify runs on a GPU, and JAX finds 'cpu' here"),
   )
   def test_says_so_at_once(self, arguments, message):

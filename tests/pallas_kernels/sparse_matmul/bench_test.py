@@ -196,7 +196,7 @@ class TuneTest(parameterized.TestCase):
     with (
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
       mock.patch.object(mosaic_gpu, 'chosen_config', lambda *_: mosaic_gpu.Config(rows=64, bn=64)),
-      mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
+      mock.patch.object(bench, 'cusparselt_baseline', lambda *_: None),
       mock.patch.object(_prepared, 'unique', lambda _: [(_prepared.problem(_SPEC), [_SPEC])]),
       mock.patch.object(_tuning, 'interleave', interleave),
       mock.patch.object(_tuning, 'sustained_ms', lambda *_, **__: next(loops)),
@@ -264,7 +264,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
     with (
       mock.patch.object(mosaic_gpu_sm80, 'sparse_matmul', sparse_matmul),
       mock.patch.object(cusparselt_search, 'search', search),
-      mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
+      mock.patch.object(bench, 'cusparselt_baseline', lambda *_: None),
       mock.patch.object(_tuning, 'sustained_ms', lambda *_, **__: 1.0),
       mock.patch.object(_prepared, 'times_ms', times),
       contextlib.redirect_stdout(io.StringIO()) as out,
