@@ -75,11 +75,15 @@ def environment() -> dict[str, Any]:
     device=device.name,
     driver=_output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader') if device.num_sms else None,
     versions={name: importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'numpy')},
-    # A copy without its history is told which commit it is.
-    commit=os.environ.get('SPARSE24_COMMIT') or _output('git', 'describe', '--always', '--dirty', '--exclude=*'),
+    commit=commit(),
     command=_command(sys.argv),
     when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
   )
+
+
+def commit() -> str | None:
+  """The commit that runs; a copy without its history is told by `SPARSE24_COMMIT`."""
+  return os.environ.get('SPARSE24_COMMIT') or _output('git', 'describe', '--always', '--dirty', '--exclude=*')
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ import statistics
 import time
 from typing import Any
 
+from pallas_kernels import _device
+
 MODULE = 'experiments.bench.pytorch_ffn'
 SHAPES = ((16384, 4096, 16384), (32768, 4096, 14336))
 # What an operator that is absent, has another signature or refuses its operands may raise; out of memory is the first.
@@ -191,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'{shape} gated={gated}: failed: {str(error)[:400]}', flush=True)
         failed += 1
         continue
-      record['command'] = f'python -m {MODULE} --out {options.out.name}'
+      record |= {'commit': _device.commit(), 'command': f'python -m {MODULE} --out {options.out.name}'}
       options.out.parent.mkdir(parents=True, exist_ok=True)
       with options.out.open('a') as file:
         file.write(json.dumps(record) + '\n')

@@ -25,7 +25,7 @@ class Best:
     others: layout -> ms of those that were not.
     record: one of its records.
     processes: that timed it.
-    beside: method -> ms at its best, of all that were timed at the same commit.
+    beside: method -> ms at its best, at the same commit; of one that was not timed there, the lowest at any.
   """
 
   ms: float
@@ -50,10 +50,14 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
     layouts = sessions[record['device'], record['model'], record['commit']][record['recipe']]
     layouts.setdefault(record['layout'], []).append(record)
   bests = {key: {method: _best(layouts) for method, layouts in each.items()} for key, each in sessions.items()}
+  lowest: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+  for (device, model, _), of_session in bests.items():
+    times = lowest[device, model]
+    times |= {method: min(best.ms, times.get(method, best.ms)) for method, best in of_session.items()}
   found: dict[tuple[str, str], dict[str, Best]] = defaultdict(dict)
   for device, model, method in dict.fromkeys(map(_method, records)):
     of_session = bests[device, model, newest[device, model, method]]
-    beside = {name: best.ms for name, best in of_session.items()}
+    beside = lowest[device, model] | {name: best.ms for name, best in of_session.items()}
     found[device, model][method] = dataclasses.replace(of_session[method], beside=beside)
   return dict(found)
 
@@ -74,8 +78,7 @@ def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, floa
   """Method -> how many times faster than `over`, by the two of one commit if there are such; {} without it."""
   if over not in methods:
     return {}
-  newest = methods[over].ms
-  return {method: best.beside.get(over, newest) / best.ms for method, best in methods.items() if method != over}
+  return {method: best.beside[over] / best.ms for method, best in methods.items() if method != over}
 
 
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:

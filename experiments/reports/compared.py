@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.reports import claims, papers, provenance
+from experiments.reports import claims, papers
 from experiments.runs.records import group, RunRecord
 
 _AS_PUBLISHED = ' as published, half of the steps sparse'
@@ -18,15 +18,6 @@ ACTIVATIONS = {
   'neuron level, 16:2:8, half of the steps': f'16:2:8 activations{_AS_PUBLISHED}, 2:4 weights',
   'neuron level, 16:2:8': '16:2:8 activations as published, 70% of the steps sparse, 2:4 weights',
   'neuron level, 16:2:8 along sequences': '', 'neuron level, 2:4, tail from unprojected weights': '',
-}  # fmt: skip
-_TWO_OF_FOUR = 'half of the steps; policy.dense_features=0.0; policy.tokens=2:4'
-KERNEL_PATTERNS = {
-  **{f'neuron level, {pattern}, half of the steps': f'{pattern} as published' for pattern in ('64:2:8', '128:2:8')},
-  'neuron level, 128:2:8, 2:4 along tokens, half of the steps': '128:2:8, two of four tokens',
-  'neuron level, 128:2:8, 2:4 along tokens, half of the steps; dense_fraction=0.2':
-    '128:2:8, two of four tokens, 70% of the steps sparse',
-  f'neuron level, 64:2:8, {_TWO_OF_FOUR}': '64:2:8, two of four tokens',
-  f'neuron level, 128:2:16, {_TWO_OF_FOUR}': '128:2:16, two of four tokens',
 }  # fmt: skip
 DENSE_NEURONS = {
   'neuron level, 16:2:8, 20% dense neurons, half of the steps': '16:2:8 in blocks of tokens, 20% dense neurons',
@@ -79,8 +70,7 @@ def markdown(
   Raises:
     ValueError: a label that no record has.
   """
-  mark = _mark([file for files, _ in comparisons for file in files])
-  head = [f'method{mark}', 'validation loss', f'minus {against}', 'in percent']
+  head = ['method', 'validation loss', f'minus {against}', 'in percent']
   head += ['flip rate, tenth before the last step, or before the step that is named'] if flips else []
   lines = [head, ['---'] * len(head)]
   for files, titles in comparisons:
@@ -93,11 +83,6 @@ def markdown(
         row = [title, _loss(runs), *(['', ''] if runs is dense else _above(runs, dense))]
         lines.append(row + ([_flips(runs)] if flips else []))
   return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
-
-
-def _mark(files: Sequence[str]) -> str:
-  faulty = any(provenance.faults(record) for file in files for record in provenance.read(file))
-  return f' {provenance.DAGGER}' if faulty else ''
 
 
 def _loss(runs: Sequence[RunRecord]) -> str:

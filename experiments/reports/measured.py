@@ -26,10 +26,9 @@ _RIVALS = ('dense', 'dense_fp8')
 _SHARE_OF_SPARSE_STEPS = 0.7  # of a run with sparse activations, as published
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], records: Sequence[Record] = ()) -> str:
-  """A table in Markdown, with a dagger in its first cell if a record does not stand by itself."""
-  mark = f' {provenance.DAGGER}' if any(map(provenance.faults, records)) else ''
-  lines = [[head[0] + mark, *head[1:]], ['---'] * len(head), *rows]
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+  """A table in Markdown."""
+  lines = [head, ['---'] * len(head), *rows]
   return '\n'.join(f'| {" | ".join(map(str, cells))} |' for cells in lines)
 
 
@@ -56,7 +55,7 @@ def matmuls() -> str:
       *_ratios(sparselt, r),
     ])  # fmt: skip
   head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt', 'sustained')
-  return table(head, rows, records)
+  return table(head, rows)
 
 
 def _gpu(record: Record) -> str:
@@ -83,7 +82,7 @@ def vnm_matmuls() -> str:
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
     rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{r["median_ms"]:.3f}', *_over_dense(r, 'dense')])
   head = ('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE)
-  return table(head, rows, records)
+  return table(head, rows)
 
 
 def attention() -> str:
@@ -98,7 +97,7 @@ def attention() -> str:
     times = [each / here[name]['median_ms'] for each, name in zip(full, patterns, strict=True)]
     own = [f'{here[name]["median_ms"]:.2f}' for name in patterns]
     rows.append([f'{batch} x {length}', *own, f'{np.mean(full):.2f}', f'{min(times):.1f} to {max(times):.1f}'])
-  return table(('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster'), rows, records)
+  return table(('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster'), rows)
 
 
 def profile() -> str:
@@ -111,7 +110,7 @@ def profile() -> str:
     ms = [sum(r['profile']['by_kind_ms'][kind] for kind in kinds) for r in own]
     rows.append([name, *(f'{value:.1f}' if value else '' for value in ms)])
   rows.append(['in all', *(f'{r["profile"]["busy_ms"]:.1f}' for r in own)])
-  return table(('ms a step', *(r['label'] for r in own)), rows, records)
+  return table(('ms a step', *(r['label'] for r in own)), rows)
 
 
 def compile_seconds() -> str:
@@ -130,7 +129,7 @@ def compile_seconds() -> str:
     'layers', 'method', 'first process, s', 'over dense', 'next process: traced, lowered, compiled, s', 'over dense',
     'fusions, distinct',
   )  # fmt: skip
-  return table(head, rows, records)
+  return table(head, rows)
 
 
 def mask_searches() -> str:
@@ -141,7 +140,7 @@ def mask_searches() -> str:
     [model, *(f'{ms:.1f}' if (ms := found.get((model, recipe))) else '' for recipe in _SEARCHES)]
     for model in dict.fromkeys(r['model'] for r in records)
   ]
-  return table(('ms', *_SEARCHES.values()), rows, records)
+  return table(('ms', *_SEARCHES.values()), rows)
 
 
 def runs() -> str:
@@ -152,7 +151,7 @@ def runs() -> str:
     gain = speed.lower(r)['dense']
     run = 1 / (_SHARE_OF_SPARSE_STEPS / gain + 1 - _SHARE_OF_SPARSE_STEPS)
     rows.append([r['model'], speed.pattern(r), f'{gain:.2f}', f'{run:.2f}'])
-  return table(('model', 'pattern', 'a step', 'a run'), rows, records)
+  return table(('model', 'pattern', 'a step', 'a run'), rows)
 
 
 def meshes() -> str:
@@ -171,7 +170,7 @@ def meshes() -> str:
       *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, dense)),
     ])  # fmt: skip
   head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense')
-  return table(head, rows, records)
+  return table(head, rows)
 
 
 def clocks() -> str:
@@ -193,7 +192,7 @@ def clocks() -> str:
       gains = ['' if who in _RIVALS and ms[who] >= ms[rival] else f'{ms[rival] / ms[who]:.2f}' for rival in _RIVALS]
       rows.append(['' if i else model, many[0][1]['title'], f'{ms[who]:.1f}', *gains, len(many)])
   head = ('model, bytes a step', 'method', 'step, ms', 'times as fast as dense', 'as dense FP8', 'processes')
-  return table(head, rows, records)
+  return table(head, rows)
 
 
 def race_by_the_clock(name: str, ours: str, rival: str) -> str:
@@ -222,4 +221,4 @@ def race_by_the_clock(name: str, ours: str, rival: str) -> str:
     'seed', f'{first}: ms a step, seconds', 'loss', f'{second}: ms a step, seconds', 'loss',
     "loss after the first's seconds", "at the first's final loss after so many, share",
   )  # fmt: skip
-  return table(head, rows, records)
+  return table(head, rows)

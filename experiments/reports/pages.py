@@ -183,7 +183,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
     'dense end': lambda: compared.markdown((['compare_dense_end_nano.jsonl'], {}), against='FST'),
     'activations': lambda: _compared('neuron_level_nano', compared.ACTIVATIONS),
-    'kernel patterns': lambda: _compared('small_kernel_patterns_900', compared.KERNEL_PATTERNS),
     'dense neurons': lambda: _compared('dense_neurons_nano', compared.DENSE_NEURONS),
     'dense neurons 128': lambda: _compared('dense_neurons_128_nano', compared.DENSE_NEURONS_128),
     'two of four tokens': lambda: compared.markdown(

@@ -19,15 +19,14 @@ FILES: Mapping[str, str] = {
   'grid_activations_nano.jsonl': 'nano, tuned', 'grid_activations_small.jsonl': '10.7 M, tuned',
   'compare_nano.jsonl': 'nano', 'compare_llama_nano.jsonl': 'Llama nano', 'compare_neuron_level_nano.jsonl': 'nano',
   'compare_dense_neurons_nano.jsonl': 'nano', 'compare_two_of_four_tokens_nano.jsonl': 'nano',
-  'compare_flops_nano.jsonl': 'nano', 'compare_small_kernel_patterns_900.jsonl': '10.7 M',
-  'compare_bert_nano.jsonl': 'BERT nano', 'compare_deit_nano.jsonl': 'DeiT nano',
-  'compare_translation_nano.jsonl': 'translation nano',
+  'compare_flops_nano.jsonl': 'nano', 'compare_bert_nano.jsonl': 'BERT nano',
+  'compare_deit_nano.jsonl': 'DeiT nano', 'compare_translation_nano.jsonl': 'translation nano',
 }  # fmt: skip
 
 
 def markdown() -> str:
   """A row a claim."""
-  compared = [(where + _mark(name), [*group(runs(name)).values()]) for name, where in FILES.items()]
+  compared = [(where, [*group(runs(name)).values()]) for name, where in FILES.items()]
   lines = ['| claim | paper | here, nats and 95% interval |', '| --- | --- | --- |']
   for claim, source, judge, pairs in claims.CLAIMS:
     said: dict[str, list[str]] = {}
@@ -49,11 +48,6 @@ def markdown() -> str:
     paper = re.search(r'\d{4}\.\d{5}', source)
     lines.append(f'| {claim} | {paper[0] if paper else "ours"} | {evidence or "not by these records"} |')
   return '\n'.join(lines)
-
-
-def _mark(name: str) -> str:
-  """A dagger for a file of which some records do not stand by themselves."""
-  return f' {provenance.DAGGER}' if any(map(provenance.faults, provenance.read(name))) else ''
 
 
 def runs(name: str) -> list[RunRecord]:

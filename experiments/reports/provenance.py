@@ -6,11 +6,10 @@ A table of a document is preceded by a comment that says which records its figur
   <!-- records: none, these are settings -->
 
 Files are those of `experiments/results/`, each with conditions on fields of its records after a question mark, or
-paths from the root of the project. A table whose records do not all stand by themselves bears a dagger.
+paths from the root of the project. All records stand by themselves.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
 import json
@@ -21,9 +20,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'experiments' / 'results'
-# What does not stand by itself today: file -> fault -> number of records. It grows shorter, never longer.
-TO_MEASURE_AGAIN = RESULTS / 'to_measure_again.json'
-DAGGER = '†'
 NOT_IN_GIT = 'a commit that is not in git'
 GONE = 'a program that is gone'
 # Commands that `python -m experiments` had once.
@@ -178,19 +174,5 @@ def problems(cited: Cited) -> list[str]:
     records = [record for citation in cited.citations for record in read(citation)]
   except ValueError as error:
     return [f'{where}: {error}']
-  faulty, marked = any(map(faults, records)), DAGGER in cited.text
-  if faulty and not marked:
-    return [f'{where}: some of its records do not stand by themselves, and it has no {DAGGER}']
-  if marked and not faulty and has_history():
-    return [f'{where}: all of its records stand by themselves, so {DAGGER} goes']
-  return []
-
-
-def to_measure_again(paths: Sequence[Path] | None = None) -> dict[str, dict[str, int]]:
-  """File -> fault -> number of records, of all committed records that do not stand by themselves."""
-  found = {}
-  for path in sorted(RESULTS.glob('*.jsonl') if paths is None else paths):
-    counts = Counter(fault for record in map(json.loads, path.read_text().splitlines()) for fault in faults(record))
-    if counts:
-      found[path.name] = dict(sorted(counts.items()))
-  return found
+  found = sorted({fault for record in records for fault in faults(record)})
+  return [f'{where}: its records do not stand by themselves: {", ".join(found)}'] if found else []

@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -30,22 +29,17 @@ CASES = {
   'square': arg_specs.SQUARE,
   'forward': [next(s for s in specs if s.role == 'forward') for specs in (arg_specs.HEADLINE, arg_specs.FP8)],
 }
-# Field -> (factor of its unit, metrics that may count it: the largest one counts, since some leave wgmma out).
-COLUMNS: Mapping[str, tuple[float, tuple[str, ...]]] = {
-  'ms': (1e-6, ('gpu__time_duration.sum',)),
-  'mcycles_elapsed': (1e-6, ('sm__cycles_elapsed.max',)),
-  'mcycles_active': (1e-6, ('sm__cycles_active.avg',)),
-  'mcycles_tensor': (1e-6, (
-    'sm__pipe_tensor_cycles_active.avg', 'sm__pipe_tensor_op_gmma_cycles_active.avg',
-    'sm__pipe_tensor_op_hmma_cycles_active.avg',
-  )),
-  'port_mwavefronts': (1e-6, ('l1tex__data_pipe_lsu_wavefronts_mem_shared.avg', 'l1tex__data_pipe_lsu_wavefronts.avg')),
-  'l2_gigabytes': (1e-9, ('lts__t_bytes.sum',)),
-  'l2_percent': (1.0, ('lts__t_sectors.avg.pct_of_peak_sustained_elapsed',)),
-  'dram_percent': (1.0, ('dram__throughput.avg.pct_of_peak_sustained_elapsed',)),
-}  # fmt: skip
-# Kept as they come, in case they say what the port's own do not.
-_FURTHER = ('l1tex__data_bank_reads.avg', 'l1tex__data_bank_writes.avg', 'lts__cycles_elapsed.max')
+# Field -> (factor of its unit, metric). The tensor cores of an SM are four, whose cycles ncu adds up.
+COLUMNS: Mapping[str, tuple[float, str]] = {
+  'ms': (1e-6, 'gpu__time_duration.sum'),
+  'mcycles_elapsed': (1e-6, 'sm__cycles_elapsed.max'),
+  'mcycles_active': (1e-6, 'sm__cycles_active.avg'),
+  'mcycles_tensor': (0.25e-6, 'sm__pipe_tensor_cycles_active.avg'),
+  'port_mwavefronts': (1e-6, 'l1tex__data_pipe_lsu_wavefronts.avg'),
+  'l2_gigabytes': (1e-9, 'lts__t_bytes.sum'),
+  'l2_percent': (1.0, 'lts__t_sectors.avg.pct_of_peak_sustained_elapsed'),
+  'dram_percent': (1.0, 'dram__throughput.avg.pct_of_peak_sustained_elapsed'),
+}
 _WARM_UP_S, _LOOP_S, _ZEROS_S = 0.35, 1.3, 0.5
 _CHILD = 'pallas_kernels.sparse_matmul.bounds'
 _PATIENCE_S = 400
@@ -65,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
       loops = _loops(spec)
       try:
         launches, reason = _profiled(spec, {name: row['config'] for name, row in loops.items()}, ncu, variables), None
-      except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        launches, reason = {}, str(error)
+      except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        launches, reason = {}, repr(error)
         print(f'{spec}: NO COUNTERS: {reason}', flush=True)
         missed = 1
       p = _prepared.problem(spec)
@@ -109,30 +103,15 @@ def _loop(f: Any, args: Sequence[Any], seconds: float) -> dict[str, Any]:
   return dict(ms=ms) | fields | dict(mcycles=None if clock is None else ms * clock / 1e3)
 
 
-def metrics_of(listed: str) -> list[str]:
-  """Of the metrics that are looked for, those in what `ncu --query-metrics` lists (names without '.sum')."""
-  known = set(re.findall(r'^\s*(\w+__\w+)', listed, re.MULTILINE))
-  wanted = [*(metric for _, names in COLUMNS.values() for metric in names), *_FURTHER]
-  found = [metric for metric in wanted if metric.split('.')[0] in known]
-  lacking = [field for field, (_, names) in COLUMNS.items() if not set(names) & set(found)]
-  if lacking:
-    print(f'  ncu has no metric for {", ".join(lacking)}', flush=True)
-  return found
-
-
 def launches_of(text: str) -> list[dict[str, Any]]:
-  """Kernels in `ncu --csv --page raw --print-units base`, as launched: name, columns (None: not counted), counters."""
+  """Kernels in `ncu --csv --page raw --print-units base`, as launched: name, columns, and the counters behind them."""
   lines = [line for line in text.splitlines() if line.startswith('"')]
   rows = []
   for row in csv.DictReader(lines):
     if not row['ID']:  # the second line: units
       continue
-    numbers = {name: value.replace(',', '') for name, value in row.items() if name and '__' in name and value}
-    counters = {name: float(value) for name, value in numbers.items() if re.fullmatch(r'[-+\d.e]+', value)}
-    profiled: dict[str, float | None] = {}
-    for field, (factor, names) in COLUMNS.items():
-      seen = [counters[name] for name in names if name in counters]
-      profiled[field] = round(max(seen) * factor, 4) if seen else None
+    counters = {name: float(row[name].replace(',', '')) for _, name in COLUMNS.values()}
+    profiled = {field: round(counters[name] * factor, 4) for field, (factor, name) in COLUMNS.items()}
     rows.append(dict(kernel=row['Kernel Name'], profiled=profiled, counters=counters))
   return rows
 
@@ -141,10 +120,10 @@ def matmuls_of(launches: Sequence[dict[str, Any]], names: Collection[str]) -> di
   """The longest launches, as many as names, which are in the order of launch; what prepares operands is shorter.
 
   Raises:
-    ValueError: there are not that many, or their duration is unknown.
+    ValueError: there are not that many.
   """
-  longest = sorted(range(len(launches)), key=lambda i: launches[i]['profiled']['ms'] or 0.0)[-len(names) :]
-  if len(longest) < len(names) or not all(launches[i]['profiled']['ms'] for i in longest):
+  longest = sorted(range(len(launches)), key=lambda i: launches[i]['profiled']['ms'])[-len(names) :]
+  if len(longest) < len(names):
     raise ValueError(f'ncu saw {[row["kernel"] for row in launches]} of {list(names)}')
   return dict(zip(names, (launches[i] for i in sorted(longest)), strict=True))
 
@@ -152,17 +131,14 @@ def matmuls_of(launches: Sequence[dict[str, Any]], names: Collection[str]) -> di
 def _profiled(
   spec: arg_specs.Spec, configs: Mapping[str, Any], ncu: str, variables: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-  """Launches by implementation; OSError, ValueError, or TimeoutExpired says why there are none."""
+  """Launches by implementation; OSError, ValueError, KeyError or TimeoutExpired says why there are none."""
   case = next([name, i] for name, specs in CASES.items() for i, s in enumerate(specs) if s == spec)
-  listed = subprocess.run([ncu, '--query-metrics', '--chips', 'gh100'], capture_output=True, text=True, check=False)
-  metrics = metrics_of(listed.stdout)
-  if not metrics:
-    raise ValueError(f'{ncu} lists no metrics: {listed.stdout[-300:]} {listed.stderr[-300:]}')
   with tempfile.TemporaryDirectory() as folder:
     log = pathlib.Path(folder, 'ncu.csv')
     options = [
-      '--profile-from-start', 'off', '--clock-control', 'none', '--metrics', ','.join(metrics), '--csv',
-      '--page', 'raw', '--print-units', 'base', '--log-file', str(log),
+      '--profile-from-start', 'off', '--clock-control', 'none', '--metrics',
+      ','.join(name for _, name in COLUMNS.values()), '--csv', '--page', 'raw', '--print-units', 'base', '--log-file',
+      str(log),
     ]  # fmt: skip
     # Between passes ncu restores all memory of an allocation, which JAX's reserve is one of.
     found = subprocess.run(

@@ -129,14 +129,12 @@ class RecordsTest(parameterized.TestCase):
       self.skipTest('no history to look into')
     self.assertEqual(provenance.faults(record), expected)
 
-  def test_what_has_to_be_measured_again_is_listed(self):
-    """Records of a program with uncommitted changes, or of one that is not kept: none is added to those."""
-    listed = json.loads(provenance.TO_MEASURE_AGAIN.read_text())
-    if not provenance.has_history():
-      for faults in listed.values():
-        faults.pop(provenance.NOT_IN_GIT, None)
-      listed = {file: faults for file, faults in listed.items() if faults}
-    self.assertEqual(provenance.to_measure_again(), listed, 'commit, then measure; what is mended leaves the list')
+  def test_every_record_stands_by_itself(self):
+    found = {
+      path.name: faults for path in provenance.RESULTS.glob('*.jsonl')
+      if (faults := sorted({f for line in path.read_text().splitlines() for f in provenance.faults(json.loads(line))}))
+    }  # fmt: skip
+    self.assertEqual(found, {}, 'commit, then measure')
 
   @parameterized.parameters(*DOCUMENTS)
   def test_tables_cite_their_records(self, document):
@@ -144,21 +142,17 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual([problem for cited in found for problem in provenance.problems(cited)], [])
 
   def test_a_table_that_does_not(self):
-    path = Path(temp_folder(self)) / 'page.md'
-    table = '| a | b |\n|---|---|\n| x | 1.5{} |\n'
-    clean, faulty = 'vnm_matmul.jsonl', 'matmul_bounds.jsonl'
+    folder = Path(temp_folder(self))
+    path, clean, faulty = folder / 'page.md', 'vnm_matmul.jsonl', folder / 'dirty.jsonl'
+    faulty.write_text('{"commit": "df15449-dirty", "command": "python -m experiments grid"}\n')
     cases = (
-      ('', '', 'without <!-- records'), (f'<!-- records: {clean} -->\n', '', None),
-      (f'<!-- records: {clean} -->\n', ' †', '† goes'), (f'<!-- records: {clean};\n {faulty} -->\n', ' †', None),
-      (f'<!-- records: {faulty} -->\n', '', 'it has no †'), ('<!-- records: none, a setting -->\n', '', None),
-      ('<!-- records: gone.jsonl -->\n', '', 'no file .*gone.jsonl'), 
-      (f'<!-- records: {faulty} -->\n\n# B\n', '', 'without'),
-      ('<!-- records: matmul_bounds.jsonl?device=x -->\n', '', 'no such record'),
+      ('', 'without <!-- records'), (f'<!-- records: {clean} -->\n', None),
+      (f'<!-- records: {clean};\n {faulty} -->\n', 'do not stand by themselves: uncommitted changes'),
+      ('<!-- records: none, a setting -->\n', None), ('<!-- records: gone.jsonl -->\n', 'no file .*gone.jsonl'),
+      (f'<!-- records: {clean} -->\n\n# B\n', 'without'), (f'<!-- records: {clean}?device=x -->\n', 'no such record'),
     )  # fmt: skip
-    for comment, mark, problem in cases:
-      path.write_text(comment + '\n' + table.format(mark))
-      if problem == '† goes' and not provenance.has_history():
-        continue
+    for comment, problem in cases:
+      path.write_text(comment + '\n| a | b |\n|---|---|\n| x | 1.5 |\n')
       (cited,) = provenance.tables(path)
       found = provenance.problems(cited)
       self.assertLen(found, bool(problem), comment)
