@@ -81,12 +81,14 @@ def _read(name: str, title: str) -> list[dict[str, Any]]:
 _RACES = {
   'three layers': ('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
   'width 4096': ('race_h200_wide4096.jsonl', 'wide4096, rotary_qk_norm, 70 s each'),
+  'width 4096, one GPU': ('race_h200_wide4096_one_gpu.jsonl', 'wide4096, rotary_qk_norm, 70 s each'),
   '302m': ('race_h200_seeds.jsonl', 'wide2048, rotary_qk_norm, 100 s each'),
   '302m, all': ('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each'),
   '774m': ('race_h200_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
   '124m': ('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
   '124m, parts': ('race_h200_124m_parts.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
   '124m, short': ('race_h200_124m_short.jsonl', '124m_short, rotary_qk_norm, 1,600 steps each'),
+  '124m, BPE': ('race_h200_124m_bpe.jsonl', '124m, rotary_qk_norm, 1,200 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
 }
 
@@ -163,6 +165,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
+    'race of 124m on BPE': lambda: table.steps_markdown(race('124m, BPE')),
     'long race of 124m by part': lambda: table.gap_markdown(race('124m, long')),
     'grid activations': lambda: _tuned('grid_activations_nano.jsonl', 'nano, 4,000 steps each'),
     'grid activations small': lambda: _tuned('grid_activations_small.jsonl', 'small, 900 steps each'),
@@ -177,6 +180,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
     'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
+    'race of width 4096 on one GPU': lambda: race_by_seed('width 4096, one GPU', 'eighth_ffn_s_ste_fp8_all'),
     'race of width 4096 by seed': lambda: race_by_seed('width 4096', 'eighth_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
@@ -198,6 +202,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 774m': lambda: trials_of_race('774m'),
     'race of 124m': lambda: trials_of_race('124m'),
     'race of parts at 124m': lambda: trials_of_race('124m, parts'),
+    'race of 124m on BPE': lambda: trials_of_race('124m, BPE'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
     'race of activations': lambda: trials_of_race('124m, short'),
     'race of all': lambda: trials_of_race('302m, all'),
