@@ -10,13 +10,17 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
+import pickle
 import statistics
 from typing import Any
 
 import jax
+from jax._src import config as jax_config
 from jax._src import distributed
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental import serialize_executable
 from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -90,6 +94,32 @@ def call_of_lowered(context: Any, module: bytes, arguments: Sequence[Any], out_t
   )
   types = [mlir.aval_to_ir_type(whole, out) for out in context.avals_out]
   return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), list(arguments)).results
+
+
+def gpu_here(context: Any) -> Any:
+  """The GPU that is lowered for; None if it is not this process', as a topology's, or if there are other processes."""
+  device = jax.devices()[0]
+  here = device.platform == 'gpu' and context.module_context.backend == device.client and jax.process_count() == 1
+  return device if here else None
+
+
+def serialized_executable(
+  f: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool, device: Any
+) -> bytes:
+  """A program for one device, compiled, as a pickle; `wide` is whether JAX has 64 bits."""
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  # Not by way of JAX's cache on disk: what was read there does not serialize whole, on CPUs at least.
+  with jax.enable_x64(wide), jax_config.persistent_cache_min_compile_time_secs(math.inf):
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    compiled = jax.jit(f).lower(*placed).compile()
+  return pickle.dumps(serialize_executable.serialize(compiled))
+
+
+def load_executable(kept: bytes, device: Any) -> Any:
+  """The program of `serialized_executable`, on a device of a process that may be another."""
+  return serialize_executable.deserialize_and_load(
+    *pickle.loads(kept), backend=device.client, execution_devices=[device]
+  )
 
 
 def make_anonymous(call: Any) -> None:

@@ -33,7 +33,7 @@ _SOURCES = Path(__file__).parent
 # What compiles kernels, and the dense matmul that they are timed against; what is not installed counts as that.
 _COMPILERS = (
   'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt', 'jax-cuda13-plugin', 'jax-cuda13-pjrt', 'jax-triton',
-  'triton', 'nvidia-cuda-nvcc-cu12', 'nvidia-cuda-nvcc',
+  'triton', 'nvidia-cuda-nvcc-cu12', 'nvidia-cuda-nvcc', 'nvidia-nvjitlink-cu12', 'nvidia-nvjitlink', 'nvidia-nvvm',
 )  # fmt: skip
 
 

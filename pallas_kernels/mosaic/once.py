@@ -5,11 +5,12 @@ that say nothing of what it computes: how many kernels the process lowered befor
 the program that calls it. So no two kernels are the same to the tables that hold lowered and compiled ones, and a
 program is not found again in JAX's cache on disk when a line of the caller has moved. Here calls go through one
 `jax.jit`, which is lowered to one function of a program, and both are taken out, as JAX does with kernels for TPUs.
-What is lowered is kept in the `_disk_cache` for the next process.
+What is lowered is kept in the `_disk_cache` for the next process; `compiled` keeps what that is compiled to.
 """
 
 from collections.abc import Callable, Sequence
 import concurrent.futures
+import functools
 import os
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.interpreters import mlir
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _disk_cache
+from pallas_kernels.mosaic import compiled
 
 _kernel_p = Primitive('mosaic_kernel')
 _kernel_p.multiple_results = True
@@ -54,15 +56,18 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, i
   # Who has kernels written to files wants each under a name of its own, with its lines.
   if 'MOSAIC_GPU_DUMP_TO' in os.environ:
     return mlir.lower_fun(call, multiple_results=True)(context, *args)
-  types = [(a.shape, a.dtype) for a in context.avals_in]
+  types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_in]
   wide = bool(jax.config.jax_enable_x64)
   # In a thread of its own: a mesh and the like of who traces are no part of a kernel, nor of what it is kept under.
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     target = pool.submit(compat.mosaic_target).result()
-    key = repr([identity, [(shape, dtype.name) for shape, dtype in types], wide, target, *_settings()])
+    key = repr([identity, [(a.shape, a.dtype.name) for a in types], wide, target, *_settings()])
     if (module := _disk_cache.read(key)) is None:
-      module = pool.submit(compat.lowered_kernel, call, [jax.ShapeDtypeStruct(*t) for t in types], wide).result()
+      module = pool.submit(compat.lowered_kernel, call, types, wide).result()
       _disk_cache.write(key, module)
+    if compiled.is_on() and (device := compat.gpu_here(context)):
+      alone = functools.partial(_kernel_p.bind, call=call, out_types=out_types, identity=identity)
+      pool.submit(compiled.keep, key, module, alone, types, wide, device).result()
   return compat.call_of_lowered(context, module, args, out_types)
 
 

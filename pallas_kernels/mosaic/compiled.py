@@ -1,0 +1,84 @@
+"""Compiled Mosaic GPU kernels, kept on disk for the next process; only with `SPARSE24_JAX_KEEP_COMPILED=1`.
+
+To compile a kernel takes XLA 0.5 to 0.8 s in each process, one after another. JAX's plug-in holds a process' kernels in
+a table, by a hash of what was lowered, and an executable of one kernel alone puts it there when it is loaded. So when a
+kernel is lowered for this process' GPU, its executable is loaded from the `_disk_cache`; where there is none, the
+kernel is compiled alone, and kept. The program that calls it then finds it in the table. Nothing runs these
+executables, and a program whose kernels are not in the table compiles them itself: it is the same, later.
+
+What is kept is a pickle with machine code for the GPU, and for the processor that launches it: who may write such a
+file may run code here. `_disk_cache` reads none that somebody else could have written.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import hashlib
+import logging
+import os
+from pathlib import Path
+import threading
+from typing import Any
+
+import jax
+
+from pallas_kernels import _compat as compat
+from pallas_kernels import _disk_cache
+from pallas_kernels._dispatch import log_once
+
+VARIABLE = 'SPARSE24_JAX_KEEP_COMPILED'
+_lock = threading.Lock()
+_seen: set[str] = set()
+
+
+def is_on() -> bool:
+  """Whether compiled kernels are to be kept."""
+  return os.environ.get(VARIABLE) == '1' and _disk_cache.folder() is not None
+
+
+def keep(
+  key: str, module: bytes, kernel: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool,
+  device: Any,
+) -> None:  # fmt: skip
+  """Puts a kernel into the plug-in's table, from disk or by compiling it; once a process, and a failure is only logged.
+
+  Args:
+    key: what lowering it depends on.
+    module: what was lowered of it.
+    kernel: a function that calls it, as programs do.
+    arguments: what it takes.
+    wide: whether JAX has 64 bits.
+    device: the GPU that it was lowered for.
+  """
+  with _lock:
+    # Compiling it alone lowers it, and comes here again. Nor do other threads wait: who finds no kernel compiles it.
+    if key in _seen:
+      return
+    _seen.add(key)
+  if (machine := _tried(_machine, device)) is None:
+    return
+  key = repr(['compiled', key, hashlib.sha256(module).hexdigest(), *machine])
+  if (kept := _disk_cache.read(key)) is not None and _tried(compat.load_executable, kept, device):
+    return
+  if made := _tried(compat.serialized_executable, kernel, arguments, wide, device):
+    _disk_cache.write(key, made)
+
+
+def _machine(device: Any) -> list[Any]:
+  """The GPU, the CUDA that compiles for it, and the processors."""
+  return [device.device_kind, device.compute_capability, device.client.platform_version, _processors()]
+
+
+@functools.cache
+def _processors() -> list[str]:
+  """What the processors are and can do; on Arm the names of the lines are the latter ones."""
+  names = ('model name', 'flags', 'CPU ', 'Features')
+  return sorted({x for x in Path('/proc/cpuinfo').read_text().splitlines() if x.startswith(names)})
+
+
+def _tried(f: Callable[..., Any], *args: Any) -> Any:
+  """What a function returns; None, and a warning, where it fails."""
+  try:
+    return f(*args)
+  except Exception as e:  # JAX and its plug-in have errors of many kinds, and pickle has any
+    log_once(f'a compiled kernel was not loaded or kept: {type(e).__name__}: {e}', level=logging.WARNING)
+    return None
