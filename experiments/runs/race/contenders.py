@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.runs.method_table import METHODS
 from experiments.runs.models import gpt2
-from experiments.runs.recipes import LINEAR, recipe_of, with_implementation
+from experiments.runs.recipes import FFN, LINEAR, recipe_of, with_implementation
 import sparse24_jax as s24
 
 # Steps of a run whose length does not matter.
@@ -171,6 +171,13 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_unsampled': of('fst_unsampled'),
   'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
+  # What FST's masks cost: transposable ones, those of rows, and the soft threshold of rows, each sparse to the end.
+  'fst_to_the_end_unsampled': of('fst_to_the_end', 'exact weight gradients', kwargs=_EXACT),
+  'row_masks': Contender(
+    label='masks of rows, decay on gradients', recipe='sr_ste',
+    kwargs={'path': FFN, 'masked_decay': DECAY, 'decay_on': 'gradients'},
+  ),
+  's_ste_unsampled': of('s_ste_unsampled'),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_fst_fp8_all': of('fst_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
