@@ -11,6 +11,7 @@ from typing import Any
 from experiments.reports import provenance
 
 FILE = 'best_steps.jsonl'
+_PROCESSES = 3  # that settle a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Best:
     others: layout -> ms of those that were not.
     record: one of its records.
     processes: that timed it.
-    beside: method -> ms at its best, at the same commit; of one that was not timed there, the lowest at any.
+    beside: the methods that were timed at the same commit; where dense was not, the fastest dense of any.
   """
 
   ms: float
@@ -35,7 +36,7 @@ class Best:
   others: Mapping[str, float]
   record: Mapping[str, Any]
   processes: int
-  beside: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  beside: Mapping[str, 'Best'] = dataclasses.field(default_factory=dict)
 
 
 def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
@@ -50,14 +51,15 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
     layouts = sessions[record['device'], record['model'], record['commit']][record['recipe']]
     layouts.setdefault(record['layout'], []).append(record)
   bests = {key: {method: _best(layouts) for method, layouts in each.items()} for key, each in sessions.items()}
-  lowest: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+  dense: dict[tuple[str, str], list[Best]] = defaultdict(list)
   for (device, model, _), of_session in bests.items():
-    times = lowest[device, model]
-    times |= {method: min(best.ms, times.get(method, best.ms)) for method, best in of_session.items()}
+    dense[device, model] += [of_session['dense']] if 'dense' in of_session else []
   found: dict[tuple[str, str], dict[str, Best]] = defaultdict(dict)
   for device, model, method in dict.fromkeys(map(_method, records)):
     of_session = bests[device, model, newest[device, model, method]]
-    beside = lowest[device, model] | {name: best.ms for name, best in of_session.items()}
+    beside = dict(of_session)
+    if timed := dense[device, model]:
+      beside.setdefault('dense', min(timed, key=lambda best: (best.processes < _PROCESSES, best.ms)))
     found[device, model][method] = dataclasses.replace(of_session[method], beside=beside)
   return dict(found)
 
@@ -75,10 +77,10 @@ def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:
 
 
 def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, float]:
-  """Method -> how many times faster than `over`, by the two of one commit if there are such; {} without it."""
-  if over not in methods:
-    return {}
-  return {method: best.beside[over] / best.ms for method, best in methods.items() if method != over}
+  """Method -> how many times faster than the `over` that is beside it; without those that have none."""
+  return {
+    method: best.beside[over].ms / best.ms for method, best in methods.items() if method != over and over in best.beside
+  }
 
 
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
@@ -94,7 +96,7 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
     name = f'{model}, {shape["batch"]} x {shape["length"]}, {device.removeprefix("NVIDIA ")}'
     for method, best in methods.items():
       times = f'{over[method]:.2f}' if method in over else ''
-      if times and _settled(methods, method):
+      if times and _settled(best):
         times = f'**{times}**'
       fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
       mfu = best.record['mfu'] * best.record['amortised_ms'] / best.ms
@@ -118,16 +120,16 @@ def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> dict[str
   rows = {
     f'Training step, {model}, width {width(methods):,}, optimizer included': [
       (methods[method].record['label'], round(times, 2))
-      for method, times in speedups(methods).items() if _settled(methods, method)
+      for method, times in speedups(methods).items() if _settled(methods[method])
     ]
     for (_, model), methods in sorted(found.items(), key=lambda item: width(item[1]))
   }  # fmt: skip
   return {model: methods for model, methods in rows.items() if methods}
 
 
-def _settled(methods: Mapping[str, Best], method: str) -> bool:
-  """Whether a method and dense were timed in three processes each."""
-  return min(methods[method].processes, methods['dense'].processes) >= 3
+def _settled(best: Best) -> bool:
+  """Whether a method and the dense one beside it were timed in three processes each."""
+  return min(best.processes, best.beside['dense'].processes) >= _PROCESSES
 
 
 def _steps(best: Best) -> str:

@@ -232,7 +232,7 @@ def steps(d: int, sessions: Sequence[Steps], asked: str = '') -> Mapping[str, St
     if not own:
       continue
     nearest = min(own, key=lambda timed: (far(timed[2]['dense'].record['shape']['d'], d), _slug(timed[0]) != asked))
-    both = [(each['dense'], each[name]) for device, model, each in own if (device, model) == nearest[:2]]
+    both = [(each[name].beside['dense'], each[name]) for device, model, each in own if (device, model) == nearest[:2]]
     shape = both[0][0].record['shape']
     found[name] = Step(
       both[0][1].record['label'], statistics.fmean(dense.ms / its.ms for dense, its in both),

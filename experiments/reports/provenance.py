@@ -6,7 +6,7 @@ A table of a document is preceded by a comment that says which records its figur
   <!-- records: none, these are settings -->
 
 Files are those of `experiments/results/`, each with conditions on fields of its records after a question mark, or
-paths from the root of the project. All records stand by themselves.
+paths from the root of the project. Those of `experiments/results/` all stand by themselves.
 """
 
 from collections.abc import Mapping

@@ -104,7 +104,7 @@ _PROGRAMS = {'ffn': 'feed-forward block', 'train_step': 'training step'}
 def markdown(records: Sequence[Record]) -> str:
   """Blocks and steps, the table of `docs/speed.md`; the device with most of them is named once, others in their rows.
 
-  The lower figure of bursts and a trace; a dagger where the record does not stand by itself.
+  The lower figure of bursts and a trace.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}}, 'commit': None}
   >>> step = {'bench': 'train_step', 'recipe': 's_ste_fp8', 'model': 'gpt2', 'shape': {'batch': 8, 'length': 4}}

@@ -31,15 +31,18 @@ _seen: set[str] = set()
 
 
 def is_on() -> bool:
-  """Whether compiled kernels are to be kept."""
-  return os.environ.get(VARIABLE) == '1' and _disk_cache.folder() is not None
+  """Whether compiled kernels are to be kept; not where Mosaic writes down what it compiles."""
+  dumps = any(name.startswith('MOSAIC_GPU_DUMP') for name in os.environ)
+  return os.environ.get(VARIABLE) == '1' and not dumps and _disk_cache.folder() is not None
 
 
 def keep(
   key: str, module: bytes, kernel: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool,
-  device: Any,
+  context: Any,
 ) -> None:  # fmt: skip
   """Puts a kernel into the plug-in's table, from disk or by compiling it; once a process, and a failure is only logged.
+
+  Nothing is done for another GPU than this process' own.
 
   Args:
     key: what lowering it depends on.
@@ -47,8 +50,10 @@ def keep(
     kernel: a function that calls it, as programs do.
     arguments: what it takes.
     wide: whether JAX has 64 bits.
-    device: the GPU that it was lowered for.
+    context: in which it was lowered.
   """
+  if (device := _tried(compat.gpu_here, context)) is None:
+    return
   with _lock:
     # Compiling it alone lowers it, and comes here again. Nor do other threads wait: who finds no kernel compiles it.
     if key in _seen:
@@ -64,8 +69,9 @@ def keep(
 
 
 def _machine(device: Any) -> list[Any]:
-  """The GPU, the CUDA that compiles for it, and the processors."""
-  return [device.device_kind, device.compute_capability, device.client.platform_version, _processors()]
+  """The GPU, what compiles for it, and the processors."""
+  flags = os.environ.get('XLA_FLAGS')
+  return [device.device_kind, device.compute_capability, device.client.platform_version, flags, _processors()]
 
 
 @functools.cache

@@ -65,9 +65,9 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, i
     if (module := _disk_cache.read(key)) is None:
       module = pool.submit(compat.lowered_kernel, call, types, wide).result()
       _disk_cache.write(key, module)
-    if compiled.is_on() and (device := compat.gpu_here(context)):
+    if compiled.is_on():
       alone = functools.partial(_kernel_p.bind, call=call, out_types=out_types, identity=identity)
-      pool.submit(compiled.keep, key, module, alone, types, wide, device).result()
+      pool.submit(compiled.keep, key, module, alone, types, wide, context).result()
   return compat.call_of_lowered(context, module, args, out_types)
 
 

@@ -99,6 +99,16 @@ class CompiledTest(parameterized.TestCase):
     self.gpu.return_value = None
     self._process(made=0, loaded=0)
 
+  def test_nothing_is_kept_where_mosaic_writes_down_what_it_compiles(self):
+    with mock.patch.dict(os.environ, {'MOSAIC_GPU_DUMP_PTX': '1'}):
+      self._process(made=0, loaded=0)
+
+  def test_a_gpu_that_cannot_be_told_costs_a_warning(self):
+    self.gpu.side_effect = AttributeError('backend')
+    with self.assertLogs(level='WARNING') as logs:
+      self._process(made=0, loaded=0)
+    self.assertIn('backend', logs.output[0])
+
   def test_threads_that_lower_a_kernel_at_once_compile_it_once(self):
     with mock.patch.object(compiled, '_seen', set()), concurrent.futures.ThreadPoolExecutor(4) as pool:
       self.assertLen(set(pool.map(lambda _: _lowered(), range(4))), 1)
@@ -122,9 +132,12 @@ class CompatTest(parameterized.TestCase):
       self.assertEqual(_compat.gpu_here(context), device if here else None)
 
   def test_nothing_that_is_lowered_here_is_for_a_gpu_of_this_process(self):
-    with mock.patch.object(compiled, 'is_on', lambda: True), mock.patch.object(compiled, 'keep') as keep:
+    with (
+      mock.patch.object(compiled, 'is_on', lambda: True), mock.patch.object(compiled, '_seen', set()) as seen,
+      mock.patch.object(_compat, 'serialized_executable') as made,
+    ):  # fmt: skip
       _lowered()
-    keep.assert_not_called()
+    self.assertEqual((seen, made.call_count), (set(), 0))
 
   def test_an_executable_loads_on_one_of_several_devices_and_computes_the_same(self):
     device = jax.devices()[1]

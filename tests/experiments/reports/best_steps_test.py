@@ -36,10 +36,13 @@ class LoadTest(absltest.TestCase):
     lines = [record('a', '2026-01-01', ms, recipe=name) for name, ms in (('dense', 8.0), ('fst', 4.0), ('ste', 5.0))]
     lines += [record('b', '2026-02-01', ms, recipe=name) for name, ms in (('dense', 9.0), ('s_ste', 3.0))]
     lines += [record('c', '2026-03-01', 4.0, recipe='alone')]
+    lines += [record('a', '2026-01-01', 6.0, recipe='dense_fp8')]
     path.write_text('\n'.join(map(json.dumps, lines)))
     found = best_steps.load(path)['a GPU', 'gpt2']
     self.assertEqual(found['dense'].ms, 9.0)
-    self.assertEqual(best_steps.speedups(found), {'fst': 2.0, 'ste': 1.6, 's_ste': 3.0, 'alone': 2.0})
+    gains = {'fst': 2.0, 'ste': 1.6, 's_ste': 3.0, 'alone': 2.0, 'dense_fp8': 8 / 6}
+    self.assertEqual(best_steps.speedups(found), gains)
+    self.assertEqual(best_steps.speedups(found, 'dense_fp8'), {'fst': 1.5, 'ste': 1.2})
 
   def test_the_table_has_the_spread_and_marks_what_three_processes_timed(self):
     rest = dict(label='FST', mfu=0.4, memory_gb={'total': 9.0}, shape={'batch': 2, 'length': 8})

@@ -428,10 +428,11 @@ class StepsTest(absltest.TestCase):
 
   def test_sessions_make_one_range_and_the_gpu_asked_about_comes_first(self):
     def session(device, ms):
-      def best(ms):
+      def best(ms, **beside):
         record = {'label': 'FST', 'shape': {'d': 768, 'layers': 12}}
-        return best_steps.Best(ms, 0.9 * ms, 1.1 * ms, 'unrolled', {}, record, 3)
-      return {(device, '124m'): {'dense': best(100.0), 'fst': best(ms)}}
+        return best_steps.Best(ms, 0.9 * ms, 1.1 * ms, 'unrolled', {}, record, 3, beside)
+      # A newer dense is of another session.
+      return {(device, '124m'): {'dense': best(300.0), 'fst': best(ms, dense=best(100.0))}}
 
     sessions = [session('NVIDIA H200', 80.0), session('NVIDIA H100 80GB HBM3', 50.0), session('NVIDIA H200', 100.0)]
     step = evidence.steps(768, sessions, 'nvidia_h200')['fst']

@@ -31,8 +31,8 @@ _CSV = '\n'.join((
   _launch(0, 'nvjet_sm90_tst', '24.36', '24.38', '1,351,296', '1,416,806.49', '8745234368', '42.06', '2061567.39',
           '2,113,776', '8213845.33'),
   _launch(1, 'loop_convert_fusion', '80.1', '80.2', '90,000', '1,000', '134217728', '40.1', '120,000', '150,000', '0'),
-  _launch(2, 'void f(int, float)', '19.62', '19.65', '890592', '1232518.45', '5933528992', '43.28', '1296515.88',
-          '1400597', '4098978.91'),
+  _launch(2, 'kernel_mosaic_gpu(int, float)', '19.62', '19.65', '890592', '1232518.45', '5933528992', '43.28',
+          '1296515.88', '1400597', '4098978.91'),
   '==PROF== Disconnected from process 2583',
 ))
 
@@ -42,7 +42,7 @@ class BoundsTest(parameterized.TestCase):
   def test_launches_in_base_units(self):
     dense, convert, sparse = bounds.launches_of(_CSV)
     self.assertEqual([row['kernel'] for row in (dense, convert, sparse)],
-                     ['nvjet_sm90_tst', 'loop_convert_fusion', 'void f(int, float)'])
+                     ['nvjet_sm90_tst', 'loop_convert_fusion', 'kernel_mosaic_gpu(int, float)'])
     self.assertEqual(dense['profiled'], dict(
       ms=1.3513, mcycles_elapsed=2.1138, mcycles_active=2.0616, mcycles_tensor=2.0535, port_mwavefronts=1.4168,
       l2_gigabytes=8.7452, l2_percent=42.06, dram_percent=24.36,
@@ -53,9 +53,11 @@ class BoundsTest(parameterized.TestCase):
   def test_the_longest_launches_are_the_matmuls(self):
     found = bounds.matmuls_of(bounds.launches_of(_CSV), ('dense', 'mosaic_gpu'))
     self.assertEqual({name: row['kernel'] for name, row in found.items()},
-                     dict(dense='nvjet_sm90_tst', mosaic_gpu='void f(int, float)'))
+                     dict(dense='nvjet_sm90_tst', mosaic_gpu='kernel_mosaic_gpu(int, float)'))
     with self.assertRaisesRegex(ValueError, "ncu saw .*'loop_convert_fusion'.* of "):
       bounds.matmuls_of(bounds.launches_of(_CSV), 'abcd')
+    with self.assertRaisesRegex(ValueError, 'ncu saw'):
+      bounds.matmuls_of(bounds.launches_of(_CSV), ('mosaic_gpu', 'dense'))
 
   @parameterized.parameters(
     ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', 'may not read counters'),
