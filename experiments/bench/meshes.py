@@ -49,7 +49,7 @@ def state_shardings(mesh: Mesh, sharding: str, tree: Any) -> Any:
 
 
 def keep_tokens_divided(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
-  """`f` of linen models whose layers hand on `[B, T, ...]` divided along B, see `meshes.rows_stay_split`."""
+  """`f` of models that keep `[B, T, ...]` divided along B, see `meshes.rows_stay_split`."""
 
   @functools.wraps(f)
   def kept(*args: Any) -> Any:

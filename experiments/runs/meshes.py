@@ -5,13 +5,12 @@ layers, so that a device computes with its own neurons and the sums of their out
 into whole groups of four, which keeps the search for masks free of communication.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import math
 import re
 from typing import Any, NamedTuple
 
-from flax import linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from experiments.runs import hosts
 from experiments.runs.experiment import Config
+from experiments.runs.models import layers
 import sparse24_jax as s24
 from sparse24_jax.rules import rule_for
 
@@ -28,8 +28,6 @@ BATCH = ('data', 'fsdp')
 _ROWS = PartitionSpec(BATCH)
 # Where a feed-forward matrix has its neurons: the axis that 'model' splits.
 _NEURONS = ((re.compile(r'(^|/)mlp/(c_fc|c_gate)/kernel$'), -1), (re.compile(r'(^|/)mlp/c_proj/kernel$'), -2))
-# The layers of a model, as `experiments.runs.models.layers.run_blocks` names them.
-_BLOCK = re.compile(r'h(_\d+)?')
 
 
 class WeightRow(NamedTuple):
@@ -113,25 +111,9 @@ def state_sharding(mesh: Mesh, tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-@contextlib.contextmanager
-def rows_stay_split(mesh: Mesh | None, spec: PartitionSpec = _ROWS) -> Iterator[None]:
-  """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are, by `spec`.
-
-  Without this constraint XLA may move the activations and not the weights, as it did in a scan over layers. The inside
-  of a layer is left to XLA.
-  """
-  if mesh is None:
-    yield
-    return
-  split = NamedSharding(mesh, spec)
-
-  def keep(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    out = call(*args, **kwargs)
-    layer = context.method_name == '__call__' and _BLOCK.fullmatch(context.module.name or '')
-    return jax.lax.with_sharding_constraint(out, split) if layer else out
-
-  with nn.intercept_methods(keep):
-    yield
+def rows_stay_split(mesh: Mesh | None, spec: PartitionSpec = _ROWS) -> contextlib.AbstractContextManager[None]:
+  """Models that are traced here keep `[B, ...]` split as batches are, by `spec`; see `layers.rows_split`."""
+  return layers.rows_split(None if mesh is None else NamedSharding(mesh, spec))
 
 
 def weight_rows(params: Any, recipe: s24.Recipe) -> list[WeightRow]:

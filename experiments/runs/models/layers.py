@@ -1,5 +1,8 @@
 """Layers of the models here; `config` is that of any of them. Tensor names carry shapes, see `gpt2`."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import functools
 import math
 from typing import Any
@@ -12,6 +15,28 @@ from pallas_kernels.sparse_attention.api import sparse_attention
 from sparse24_jax.attention import check_attention
 
 INIT_STD = 0.02
+_rows: contextvars.ContextVar[jax.sharding.Sharding | None] = contextvars.ContextVar('rows', default=None)
+
+
+@contextlib.contextmanager
+def rows_split(sharding: jax.sharding.Sharding | None) -> Iterator[None]:
+  """Models that are traced here keep `[B, ...]` in this sharding: what layers hand on, and what attention reads.
+
+  Without this constraint XLA may move the activations and not the weights, as it did in a scan over layers; and cuDNN
+  takes queries, keys and values only if they are split alike, and neither along positions nor inside of a head. The
+  rest of a layer is left to XLA, and with None all of it.
+  """
+  token = _rows.set(sharding)
+  try:
+    yield
+  finally:
+    _rows.reset(token)
+
+
+def _keep_rows(x: jax.Array) -> jax.Array:
+  """The array `[B, ...]` in the sharding of `rows_split`."""
+  sharding = _rows.get()
+  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def check_patterns(config: Any) -> None:
@@ -50,6 +75,7 @@ def attend(
 
   The first `lengths` keys of each sequence are attended to, or all.
   """
+  q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = map(_keep_rows, (q_BxTxHxK, k_BxSxGxK, v_BxSxGxK))
   if pattern is None:
     return jax.nn.dot_product_attention(
       q_BxTxHxK,
@@ -160,10 +186,10 @@ def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array,
     block = nn.remat(block, prevent_cse=not config.scan_layers, policy=policy)
   if not config.scan_layers:
     for i in range(config.num_layers):
-      x_BxTxD = block(config, deterministic, pattern_of(config, i), name=f'h_{i}')(x_BxTxD, *others)
+      x_BxTxD = _keep_rows(block(config, deterministic, pattern_of(config, i), name=f'h_{i}')(x_BxTxD, *others))
     return x_BxTxD
   scan = nn.scan(
-    lambda layer, carry, _: (layer(carry, *others), None),
+    lambda layer, carry, _: (_keep_rows(layer(carry, *others)), None),
     # 'activations' is what `experiments.runs.activations` measures, and by what.
     variable_axes={'params': 0, 'activations': 0, 'probe_params': 0, 'probe_states': 0},
     split_rngs={'params': True, 'mvue': True, 'dropout': True},

@@ -9,10 +9,12 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
-from jax.sharding import PartitionSpec
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 import pytest
 
 from experiments.bench import mesh, mesh_checks, meshes
+from experiments.runs.models import gpt2
 
 
 def run(*argv: str):
@@ -42,6 +44,30 @@ class ShardingsTest(parameterized.TestCase):
       found = meshes.state_shardings(on, sharding, {'up': {'kernel': a, 'scale': a}})
       self.assertEqual(found['up']['kernel'].spec, PartitionSpec(*spec))
       self.assertEqual(found['up']['scale'].spec, PartitionSpec())
+
+
+class AttentionTest(absltest.TestCase):
+
+  def test_queries_keys_and_values_are_split_alike(self):
+    """Else cuDNN refuses them. Like JAX's rule for it, that of the stand-in ties no keys to queries."""
+    on, seen = meshes.make_mesh(2), []
+
+    def partition(mesh, arguments, result):
+      seen.extend(x.sharding for x in arguments)
+      return mesh, lambda q, k, v: q, result.sharding, tuple(x.sharding for x in arguments)
+
+    attention = custom_partitioning(lambda q, k, v: q)
+    attention.def_partition(partition, sharding_rule='b t h d, w x y z, m n o p -> b t h d')
+    layer = gpt2.Attention(gpt2.make_config('nano', vocab_size=32))
+    x = jax.ShapeDtypeStruct((4, 16, 64), 'float32', sharding=NamedSharding(on, meshes.TOKENS))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+    held = meshes.state_shardings(on, 'fsdp', shapes)
+    variables = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, held)
+    with mock.patch.object(jax.nn, 'dot_product_attention', lambda q, k, v, **_: attention(q, k, v)):
+      jax.jit(meshes.keep_tokens_divided(on, layer.apply)).lower(variables, x).compile()
+    self.assertLen(seen, 3)
+    for sharding in seen:
+      self.assertTrue(sharding.is_equivalent_to(NamedSharding(on, meshes.TOKENS), 4), sharding)
 
 
 class MeshTest(absltest.TestCase):
