@@ -25,6 +25,7 @@ _TRIES = 3
 # What CUPTI says of a burst of which it did not record all kernels.
 _LOST = ('records were dropped', 'is not divisible by', 'not consistent across')
 _COMPILERS = 12
+_MESSAGE, _LINE = 6000, 600  # characters that are shown of an error: of a case that failed, of a function left out
 
 
 def stream_ms(call: Callable[[], Any], steps: int, *, depth: int = 3) -> list[float]:
@@ -133,6 +134,17 @@ def speedup(rows: Mapping[str, Mapping[str, Any]], ms: float) -> dict[str, float
   return {name: round(row['median_ms'] / ms, 4) for name, row in rows.items()}
 
 
+def clipped(message: Any, length: int) -> str:
+  """A long message without its middle: what failed stands first or, as where XLA calls Python, behind a traceback.
+
+  >>> clipped('0123456789' * 2, 13)
+  '01 ... 456789'
+  """
+  text, left = str(message), ' ... '
+  kept = length - len(left)
+  return text if len(text) <= length else text[: kept // 4] + left + text[kept // 4 - kept :]
+
+
 def compile_step(f: Any, args: Sequence[Any], *options: Any) -> Any:
   """The jitted function compiled for its arguments by XLA's options, or the error in place of one that is refused."""
   try:
@@ -159,7 +171,7 @@ def compile_all[K: Hashable](
   for name, error in [item for item in made.items() if isinstance(item[1], Exception)]:
     if name in needed:
       raise error
-    print(f'  {name} does not compile: {str(error)[:300]}', flush=True)
+    print(f'  {name} does not compile: {clipped(error, _LINE)}', flush=True)
     del made[name]
   return made
 
@@ -217,7 +229,7 @@ def run_each(
     try:
       record = run(name)
     except (ValueError, RuntimeError) as error:
-      print(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}', flush=True)
+      print(f'{name}: failed: {type(error).__name__}: {clipped(error, _MESSAGE)}', flush=True)
       failed += 1
       continue
     append(out, record)

@@ -72,6 +72,20 @@ class BenchTest(parameterized.TestCase):
     for line in ('bad: f does not compile: not this one', "bad: failed: ValueError: 'f' was not compiled", 'sum 3.0'):
       self.assertIn(line, said.getvalue())
 
+  def test_of_a_long_message_the_end_is_shown(self):
+    def refused(*_):
+      raise RuntimeError(f'INTERNAL: custom_partitioner{"x" * 20_000}ValueError: not alike')
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+      self.assertEqual(_bench.run_each(['case'], refused, pathlib.Path('records.jsonl'), str), 1)
+      self.assertEqual(_bench.compile_all({'f': (jax.jit(refused), (1.0,))}), {})
+    case, function = said.getvalue().splitlines()
+    self.assertStartsWith(case, 'case: failed: RuntimeError: INTERNAL: custom_partitioner')
+    self.assertStartsWith(function, '  f does not compile: INTERNAL: custom_partitioner')
+    for line, length in ((case, 6100), (function, 700)):
+      self.assertEndsWith(line, 'xValueError: not alike')
+      self.assertLess(len(line), length)
+
   def test_a_plan_that_looks_up_what_is_not_there_is_an_error_of_the_program(self):
     plan = _bench.Plan({'f': (jnp.sum, (jnp.zeros(3),))}, lambda made: {'sum': {}['f'], 'of': made})
     with contextlib.redirect_stdout(io.StringIO()), self.assertRaises(KeyError):
