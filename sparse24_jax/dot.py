@@ -119,7 +119,8 @@ def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projecti
   if found != (expected.shape, expected.dtype):
     raise ValueError(
       f'state of projection {projection.name!r} must be {expected.dtype} of shape {expected.shape}, found {found[1]} of'
-      f' shape {found[0]}; pass what sparse_variables or projection.init gives'
+      f' shape {found[0]}; pass what sparse_variables or projection.init gives (an optimizer around sparse_training'
+      ' that computes with its state, as optax.contrib.sam does, belongs inside)'
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._partitioning import like
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.pack.api import transposable_mask
@@ -72,7 +73,7 @@ def _masked(
     name=name,
     init=one_program()(search),
     # A NaN is pruned from every mask, and would be hidden as a zero: it passes.
-    apply=one_program()(lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype))),
+    apply=one_program()(_apply_mask),
     # Nor may a new mask hide it: where a NaN is, the old one stays, in which it is kept if it ever reached the forward.
     refresh=one_program()(lambda w, mask: jnp.where(_holds_nan(w, divisor), mask, search(w))),
     mask=lambda w, mask: mask,
@@ -80,6 +81,11 @@ def _masked(
     divisor=divisor,
     form=form,
   )
+
+
+def _apply_mask(w: Array, mask: Array) -> Array:
+  # A model may divide a weight in another way than it is stored, and its mask with it.
+  return jnp.where(like(mask, w) | jnp.isnan(w), w, jnp.zeros((), w.dtype))
 
 
 def _holds_nan(w: Array, divisor: tuple[int, int]) -> Array:

@@ -107,6 +107,8 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool, sharding: str = 'who
       largest=errors[worst], of=worst, median=statistics.median(errors.values()), loss=errors['[0]'],
       communication=communication(compiled[name, 'mesh'].as_text()),
     )  # fmt: skip
+    if 'all-to-all' in found[name]['communication']:
+      raise ValueError(f'{name}: activations move between devices: {found[name]["communication"]}')
     if name == 'sampled':
       _check_limits({'sampled, median': found[name]['median']}, SAMPLED_LIMIT)
     else:

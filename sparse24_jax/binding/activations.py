@@ -135,7 +135,8 @@ def _derivative_text(equation: Any) -> str:
     axes = [varying_of(v.aval) for v in equation.invars]
     return jax.jvp(function, *(list(map(vary_over, arrays, axes)) for arrays in given))[1]
 
-  values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+  # On a mesh of explicit axes the function was traced for arrays of these shardings.
+  values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding) for v in equation.invars]
   jaxpr = jax.make_jaxpr(tangent)(values, values)
   names = [f'd{i}' for i in range(2 * len(values))]
   return _jaxpr_text(jaxpr, names, derivatives=False)

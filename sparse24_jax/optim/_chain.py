@@ -1,7 +1,6 @@
 """What a whole chain does with sparse weights: whether it trains them, and leaves those of which masks are chosen."""
 
 from collections.abc import Callable
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +95,10 @@ def _one_step(
 
 def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
   """Parameters and state, and how large the update of each parameter is."""
-  # Some read the loss, as reduce_on_plateau does: any number serves.
-  takes = inspect.signature(optimizer.update).parameters.values()
-  more = {'value': jnp.ones(())} if any(p.kind == p.VAR_KEYWORD or p.name == 'value' for p in takes) else {}
-  updates, state = optimizer.update(grads, state, params, **more)
+  try:  # some read the loss, as reduce_on_plateau does: any number serves
+    updates, state = optimizer.update(grads, state, params, value=jnp.ones(()))
+  except TypeError:  # it takes no more, or, as SAM, what it is made of does not
+    updates, state = optimizer.update(grads, state, params)
   sizes = jax.tree.map(lambda u: jnp.sum(jnp.abs(u.astype(jnp.float32))), unboxed(updates))
   return optax.apply_updates(params, updates), state, sizes
 

@@ -194,10 +194,13 @@ class CheckTest(parameterized.TestCase):
       s24.check(s24.recipes.ste('query'), f, params, x, optimizer=scaled_after)
 
   def test_an_optimizer_that_reads_the_loss(self):
+    """Or does not take it, as SAM."""
     f, params, x = example()
     recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
     by_loss = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
+    sam = optax.contrib.sam(optax.adam(1e-3), optax.sgd(0.05), sync_period=2)
     for optimizer, ok in ((optax.MultiSteps(s24.sparse_training(by_loss, recipe), 2), True),
+                          (s24.sparse_training(sam, recipe), True),
                           (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
       self.assertEqual(s24.check(recipe, f, params, x, optimizer=optimizer).ok, ok)
 

@@ -238,6 +238,37 @@ class OnAMeshTest(parameterized.TestCase):
       self.assertLess(error, tolerance)
       self.assertEqual(found[role].sharding, w.sharding)
 
+  @parameterized.parameters('ste', 'fst')
+  def test_weights_that_a_model_gathers_itself(self, name):
+    """And a block with relu, whose derivative is a function of its own, traced for arrays on the mesh."""
+    fst = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
+    policy = {'ste': s24.DotPolicy(s24.magnitude()), 'fst': fst}[name]
+    recipe = s24.Recipe(name, (s24.Rule('.*', policy),))
+    params, x = {'up': gaussian(0, (32, 64)), 'down': gaussian(1, (64, 32))}, gaussian(2, (32, 32))
+
+    def loss(params, x, on_mesh):
+      up, down = (jax.sharding.reshard(params[k], jax.P()) if on_mesh else params[k] for k in ('up', 'down'))
+      return jnp.mean((jax.nn.relu(x @ up) @ down) ** 2)
+
+    def gradient(params, x, on_mesh):
+      bound = s24.bind(recipe, f := functools.partial(loss, on_mesh=on_mesh), params, x)
+      variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+      return jax.value_and_grad(s24.sparsify(f, bound))(params, variables, jax.random.key(0), x)
+
+    gradient = jax.jit(gradient, static_argnums=2, compiler_options=OPTIONS)
+    value, expected = gradient(params, x, False)
+    with jax.set_mesh(jax.make_mesh((4,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))):
+      on_mesh = {name: jax.device_put(w, jax.P(None, 'd')) for name, w in params.items()}
+      x = jax.device_put(x, jax.P('d'))
+      found_value, found = gradient(on_mesh, x, True)
+      checked = s24.check(recipe, functools.partial(loss, on_mesh=True), on_mesh, x)
+    self.assertRegex(str(checked), r'up .* relu up ')
+    np.testing.assert_allclose(found_value, value, rtol=1e-5)
+    for role, w in on_mesh.items():
+      error = np.linalg.norm(found[role] - np.asarray(expected[role])) / np.linalg.norm(expected[role])
+      self.assertLess(error, 1e-5)
+      self.assertEqual(found[role].sharding, w.sharding)
+
 
 if __name__ == '__main__':
   absltest.main()
