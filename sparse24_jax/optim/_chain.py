@@ -95,8 +95,9 @@ def _one_step(
 
 def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
   """Parameters and state, and how large the update of each parameter is."""
+  loss: dict[str, Any] = {'value': jnp.ones(())}
   try:  # some read the loss, as reduce_on_plateau does: any number serves
-    updates, state = optimizer.update(grads, state, params, value=jnp.ones(()))
+    updates, state = optimizer.update(grads, state, params, **loss)
   except TypeError:  # it takes no more, or, as SAM, what it is made of does not
     updates, state = optimizer.update(grads, state, params)
   sizes = jax.tree.map(lambda u: jnp.sum(jnp.abs(u.astype(jnp.float32))), unboxed(updates))
