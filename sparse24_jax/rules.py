@@ -309,7 +309,7 @@ def log_matches(params: Any, recipe: Recipe, *, whole: bool = True) -> None:
 
 
 def _check_shards(path: str, leaf: Any, projection: Projection, layout: Layout) -> None:
-  """ValueError if a group of `leaf` straddles two shards; silent where the sharding is not known.
+  """ValueError if a group of `leaf` straddles two shards, a warning if joined axes are gathered; silent if not known.
 
   Under jit it is known on meshes of explicit axes only: on others, check concrete arrays, as `init` outside jit does.
   """
@@ -330,3 +330,9 @@ def _check_shards(path: str, leaf: Any, projection: Projection, layout: Layout) 
         f'{path} of shape {leaf.shape} is sharded to {shard}: a shard holds {run} entries along axis'
         f' {axis - leaf.ndim}, and projection {projection.name!r} needs a multiple of {divisor} in each'
       )
+    if divided and any(leaf.shape[axis] > 1 for axis in axes[: divided[-1]]):
+      message = (
+        f'{path} of shape {leaf.shape} is sharded to {shard}, along axis {axes[divided[-1]] - leaf.ndim}: masks and'
+        f' matmuls join axes {axes} to one, and gather it. Divide the first of them, or store it as several weights'
+      )
+      _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)

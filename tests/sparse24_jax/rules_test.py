@@ -13,6 +13,7 @@ import optax
 
 import sparse24_jax as s24
 from sparse24_jax import alternatives, rules
+from sparse24_jax.layout import Layout
 from tests.draws import gaussian
 from tests.standard import project
 
@@ -219,6 +220,22 @@ class GroupsTest(parameterized.TestCase):
     else:
       with self.assertRaisesRegex(ValueError, 'a of shape .* is sharded to .* holds 2 entries along axis -[12],'):
         rules.match_rules({'a': w}, recipe(('a', policy)))
+
+  @parameterized.parameters(
+    ((16, 3, 8, 16), (None, None, 'x'), True),
+    ((16, 8, 16), (None, 'x'), False),
+    ((16, 1, 8, 16), (None, None, 'x'), False),
+  )
+  def test_joined_axes_that_are_divided_on_an_inner_one_are_told(self, shape, spec, told):
+    mesh = Mesh(np.array(jax.devices()), ('x',))
+    w = jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*spec)))
+    layout = Layout((), (0,), tuple(range(1, len(shape))))
+    with mock.patch.object(rules._dispatch, 'log_once') as log:
+      rules._check_shards('qkv', w, s24.transposable(), layout)
+    self.assertEqual(log.call_count, told)
+    if told:
+      text = str(log.call_args)
+      self.assertRegex(text, r'qkv of shape \(16, 3, 8, 16\) is sharded to .* gather it. Divide the first')
 
 
 if __name__ == '__main__':
