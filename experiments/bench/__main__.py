@@ -3,8 +3,6 @@
 Each is one of the programs beside this file (or of `pallas_kernels`) in a process of its own, which is stopped when it
 takes longer than it may. What is measured lies in FOLDER, a JSON-lines file and a log a measurement; the same command
 goes on where it ended. `python -m experiments.bench keep FOLDER/*.jsonl` puts the records in place of older ones.
-
-It leaves out that page's power and clock, whose driver is not kept.
 """
 
 import argparse
@@ -117,6 +115,7 @@ MEASUREMENTS = {
     'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900
   ),
   'matmuls': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
+  'bounds': Measurement('pallas_kernels bounds', 480),
   'fp8-matmuls': Measurement('pallas_kernels bench quantize --only matmuls --skip-check --iterations 12', 180),
   'vnm-matmuls': Measurement('pallas_kernels bench vnm_matmul --select matmul', 120),
   'packers': Measurement('pallas_kernels bench pack', 420),

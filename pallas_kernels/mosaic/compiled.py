@@ -1,10 +1,10 @@
 """Compiled Mosaic GPU kernels, kept on disk for the next process; only with `SPARSE24_JAX_KEEP_COMPILED=1`.
 
-To compile a kernel takes XLA 0.5 to 0.8 s in each process, one after another. JAX's plug-in holds a process' kernels in
-a table, by a hash of what was lowered, and an executable of one kernel alone puts it there when it is loaded. So when a
-kernel is lowered for this process' GPU, its executable is loaded from the `_disk_cache`; where there is none, the
-kernel is compiled alone, and kept. The program that calls it then finds it in the table. Nothing runs these
-executables, and a program whose kernels are not in the table compiles them itself: it is the same, later.
+XLA compiles a kernel in each process anew, one after another. JAX's plug-in holds a process' kernels in a table, by a
+hash of what was lowered, and an executable of one kernel alone puts it there when it is loaded. So when a kernel is
+lowered for this process' GPU, its executable is loaded from the `_disk_cache`; where there is none, the kernel is
+compiled alone, and kept. The program that calls it then finds it in the table. Nothing runs these executables, and a
+program whose kernels are not in the table compiles them itself: it is the same, later.
 
 What is kept is a pickle with machine code for the GPU, and for the processor that launches it: who may write such a
 file may run code here. `_disk_cache` reads none that somebody else could have written.
