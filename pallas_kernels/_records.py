@@ -101,7 +101,8 @@ def lookup(
   """The choice for the nearest measured problem: by its farthest size, of several by all of them.
 
   Args:
-    device: `Device.slug`; what is near a problem of its own record is not looked up in another's (`paths_of`).
+    device: `Device.slug`; what is near a problem of its own record is not looked up in another's (`paths_of`), but that
+      problem itself is.
     op: name of the op.
     key: integers (sizes) may differ from a measured problem's; everything else must be equal, but that float16 takes
       what was measured in bfloat16 where nothing near was in float16, inputs and outputs alike; a log line says so.
@@ -116,12 +117,13 @@ def lookup(
   True
   """
   alike = {name: _SAME_WORK.get(value, value) for name, value in key.items()}
-  for entries in map(entries_of, paths_of(folder, device, op)):
-    if (found := _nearest(entries, key, implementation, reach)) is not None:
-      return found
-    if alike != key and (found := _nearest(entries, alike, implementation, reach)) is not None:
-      log_once(f'{op}: on {device} nothing near some problems was measured in float16; records of bfloat16 serve')
-      return found
+  records = [entries_of(path) for path in paths_of(folder, device, op)]
+  for asked in (key,) if alike == key else (key, alike):
+    found = [choice for each in records if (choice := _nearest(each, asked, implementation, reach))]
+    if found:
+      if asked is not key:
+        log_once(f'{op}: on {device} nothing near some problems was measured in float16; records of bfloat16 serve')
+      return next((choice for choice in found if choice.distance == 0), found[0])
   return None
 
 

@@ -290,7 +290,7 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(block.saved_bytes, t * (d + h))
 
   def test_expectations_beside_measurements(self):
-    """Gains within a tenth of those that whole blocks showed; times of one that keeps the GPU busy are 8 to 21% longer.
+    """Gains within a tenth of those that whole blocks showed; times of one that keeps the GPU busy are 8 to 19% longer.
 
     Of the GPU whose records they are made from.
     """
@@ -305,8 +305,8 @@ class BlockTest(parameterized.TestCase):
       assert block.gain is not None and block.expected_ms is not None and block.dense_ms is not None
       with self.subTest(f"{record['recipe']} {record['activation']} {shape}"):
         self.assertBetween(block.gain / record['speedup']['dense'], 0.9, 1.1)
-        self.assertBetween(record['median_ms'] / block.expected_ms, 1.08, 1.215)
-        self.assertBetween(record['baselines']['dense']['median_ms'] / block.dense_ms, 1.08, 1.215)
+        self.assertBetween(record['median_ms'] / block.expected_ms, 1.07, 1.2)
+        self.assertBetween(record['baselines']['dense']['median_ms'] / block.dense_ms, 1.07, 1.2)
         if block.gain_over_fp8 is not None:
           self.assertBetween(block.gain_over_fp8 / record['speedup']['dense_fp8'], 0.9, 1.1)
       seen += 1
