@@ -63,8 +63,15 @@ class Section:
 
   def cells(self) -> set[str]:
     """The numbers of its tables as they are written there."""
-    lines = '\n'.join(line for line in self.text.splitlines() if line.startswith('|'))
-    return set(re.findall(r'\d[\d,]*\.?\d*(?:e-?\d+)?', lines))
+    return set(re.findall(r'\d[\d,]*\.?\d*(?:e-?\d+)?', self._tables()))
+
+  def intervals(self) -> set[tuple[float, float]]:
+    """The intervals of its tables, which may be over runs of several records."""
+    found = re.findall(r'(\d+\.?\d*) ± (\d+\.?\d*)', self._tables())
+    return {(float(mean), float(half)) for mean, half in found}
+
+  def _tables(self) -> str:
+    return '\n'.join(line for line in self.text.splitlines() if line.startswith('|'))
 
   def cited(self, what: str) -> list[str]:
     """What its comments list, those for tables ('records') or those for sentences ('said')."""
@@ -109,6 +116,7 @@ class Facts:
   def take(self, section: Section) -> None:
     """The tables of a section, and what follows from the records that they cite."""
     self.numbers |= {float(cell.replace(',', '')) for cell in section.cells()}
+    self.intervals |= section.intervals()
     found = [_records(name) for name in sorted(set(section.cited('records'))) if '.jsonl' in name]
     # A method may have been run later than its dense twin, into another file.
     self._add_losses([record for records in found for record in records if 'validation_loss' in record])

@@ -19,7 +19,8 @@ class ProseTest(parameterized.TestCase):
     self.assertEqual(uncarried(document), {}, said)
 
   def test_a_sentence_may_name_tuned_settings(self):
-    text = '<!-- said: pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?dtype=bfloat16&n={} -->\n\n4,096 to 4,096 1.56 times.'
+    said = '<!-- said: pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?dtype=bfloat16&n={} -->'
+    text = f'{said}\n\n4,096 to 4,096 1.56 times.'
     for tokens, expected in ((16, []), (64, ['1.56'])):
       (part,) = prose.sections(text.format(tokens))
       self.assertEqual(prose.uncarried(part), expected)
