@@ -128,8 +128,8 @@ def loss(recipe, params, states, x, key):
   return jnp.mean(jnp.square(x.astype(jnp.float32) - 1))
 
 
-def make_step(recipe):
-  tx = optimizer(recipe)
+def make_step(recipe, tx=None):
+  tx = tx or optimizer(recipe)
 
   def step(params, state, x, key):
     states = s24.sparse_variables(params, state, recipe, phase=phase_of(recipe))

@@ -59,6 +59,17 @@ class OneDeviceTest(parameterized.TestCase):
     stepped, after, _ = jax.eval_shape(make_step(recipe), params, state, x, jax.random.key(0))
     self.assertEqual((describe(stepped), describe(after)), (describe(params), describe(state)))
 
+  # Optax's bias correction, which `step_adam` and `optax.adam` have, promotes the count of steps.
+  @parameterized.parameters(*(case for case in (*KINDS, *OTHER_CASES) if case != 'step'))
+  @pytest.mark.few(4)
+  def test_runs_under_strict_promotion(self, case):
+    recipe = CASES[case]
+    tx = s24.sparse_training(optax.sgd(0.1), recipe, phase=phase_of(recipe), learning_rate=0.1)
+    x = jax.ShapeDtypeStruct((TOKENS, NARROW), jnp.float32)
+    with jax.numpy_dtype_promotion('strict'):
+      params = jax.eval_shape(weights)
+      jax.eval_shape(make_step(recipe, tx), params, jax.eval_shape(tx.init, params), x, jax.random.key(0))
+
   @parameterized.parameters(*KINDS)
   def test_trains_with_one_compilation(self, case):
     self.check_training(case)

@@ -155,7 +155,7 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
   far = jnp.abs(changes[:, 0]) > jnp.sqrt(squares) * np.array([_rounding(w) for w in sampled], np.float32)
   missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
   # Zeros, too, are numbers of e4m3, but are no weights that were rounded.
-  rounded = (rest == 0) & (squares > 0)
+  rounded = ((rest == 0) & (squares > 0)).astype(jnp.float32)
   others = moved > squares * _FAR**2 + rounded * np.array([_e4m3_rounding(w.shape) for w in sampled], np.float32)
   missed = jnp.where(others & refused, _OTHERS, missed)
   return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
