@@ -84,11 +84,13 @@ class Named(NamedTuple):
     weights: those that it is, as stored.
     reads: the matmuls that it was made by.
     touched: the weights that it was made of.
+    states: whose states it is.
   """
 
   weights: frozenset[Weight] = frozenset()
   reads: Sequence[Read] = ()
   touched: frozenset[Weight] = frozenset()
+  states: frozenset[Weight] = frozenset()
 
 
 class Found(NamedTuple):
@@ -128,7 +130,10 @@ def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]
   return Found(
     reads,
     {
-      name: [Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys))) for mark in marks]
+      name: [
+        Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys)), mark.states)
+        for mark in marks
+      ]
       for name, marks in flow.named.items()
     },
     frozenset(weight.name for weight in flow.altered - flow.kept),
@@ -156,7 +161,7 @@ class _Flow(NamedTuple):
 
     for equation in opened.eqns:
       given = [read(atom) for atom in equation.invars]
-      if any(mark != _NONE for mark in given) or _jax.checkpoint_name_of(equation) in self.made:
+      if any(mark != _NONE for mark in given) or _jax.checkpoint_name_of(equation) is not None:
         with _jax.inside(equation):
           out = self.equation(equation, given, may_be_gate)
         known.update(zip(equation.outvars, out, strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import inspect
 import logging
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from sparse24_jax.integration.step_weights import (
   has_dense_update,
   is_ours,
   ReadBy,
+  trained_by_each,
 )
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.recipe import PhaseName, PHASES
@@ -28,7 +30,7 @@ from sparse24_jax.rules import is_array, listed
 _ADVICE = (
   'Apply what sparsify returned, with sparse_variables(params, opt_state, recipe) of this step, or the weights of'
   ' project. If the step does so, its mask is not computed from the optimizer state of this step (sparse_variables was'
-  ' called outside the step, or without it)'
+  ' called outside the step, without it, or with that of another optimizer)'
 )
 _ALTERED = (
   'the update of sparse_training is multiplied by something before it is added to the weight, so that its masks are'
@@ -91,6 +93,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or donated; shapes
   are enough.
 
+  A step may have several optimizers with their own parameters, as one of an actor and a critic. Each is checked by the
+  gradient that its own update is given, by the masks of its own state, and weights are then called by their arguments.
+
   In a dense phase no matmul on this way may read a weight under a mask. In both, a weight whose rule has
   `precision='fp8'` is read in FP8, in hardware or simulated.
 
@@ -102,7 +107,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   Args:
     step: what the loop calls in one phase, with `jax.jit` or without. It computes a loss, its gradient and the update.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`: among them, at any depth, the parameters and the state of
-      the optimizer, in a `TrainState` say. What is no array, a function in an Equinox module say, is passed on.
+      each optimizer, in a `TrainState` say. What is no array, a function in an Equinox module say, is passed on.
     **kwargs: likewise.
 
   Returns:
@@ -136,55 +141,64 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       ' tx = sparse_training(optax.adamw(...), recipe), and give its state, tx.init(params), among the arguments of the'
       ' step: check_step sees no state that the step takes from elsewhere'
     )
-  masks = sparse_states((args, kwargs))
+  masks = [sparse_states(node) for node in jax.tree.leaves((args, kwargs), is_leaf=is_ours) if is_ours(node)]
 
   def arrays_of(_: Any, *given: Any) -> list[Any]:
     traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
     return [leaf for leaf in jax.tree.leaves(step(*traced_args, **traced_kwargs)) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
-  if not masks:
+  if not all(masks):
     if not has_dense_update(traced.jaxpr):
       raise ValueError(
         'this recipe keeps no masks, so that check_step cannot see whether the step is sparse: use check(recipe, f,'
         ' params, ...). A step of a dense phase passes if it has its update, tx.update(gradients, opt_state, params)'
       )
-    return _told_dense(CheckedStep({}, phase='dense'))
+    if not any(masks):
+      return _told_dense(CheckedStep({}, phase='dense'))
   given = arguments_of((args, kwargs), masks)
-  held = [argument.weight for argument in given if argument.weight]
-  folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
-  if not folders:
+  held = {argument.weight for argument in given if argument.weight}
+  every = dict.fromkeys(weight.folder for weight in held)
+  folders = [[f for f in every if all(Weight(f, path) in held for path in of_one)] for of_one in masks]
+  if not all(folders):
     raise ValueError(
-      f'the arguments hold a state of sparse_training for {listed(masks)}, and no parameters with these paths: give'
-      ' check_step what the loop gives the step'
+      f'the arguments hold a state of sparse_training for {listed(masks[folders.index([])])}, and no parameters with'
+      ' these paths: give check_step what the loop gives the step'
     )
+  if len(masks) > 1:
+    folders = trained_by_each(traced.jaxpr, given, folders)
   phases = PHASES if has_dense_update(traced.jaxpr) else ('sparse',)
-  by_phase: dict[PhaseName, Sequence[Mapping[str, ReadBy]]] = {
-    phase: updates for phase in phases if (updates := follow_updates(traced.jaxpr, given, folders, phase))
+  follow = functools.partial(follow_updates, traced.jaxpr, folders=folders)
+  by_phase: dict[PhaseName, Mapping[tuple[str, str], Sequence[ReadBy]]] = {
+    phase: updates for phase in phases if (updates := follow(given, phase=phase))
   }
   if not by_phase:
     raise ValueError(
       'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
       ' whole step, with its gradient and tx.update(gradients, opt_state, params)'
     )
+
+  def shown(folder: str, path: str) -> str:
+    return _named(step, f'{folder}/{path}'[1:]) if folder else path
+
   problems: dict[_Problem, list[str]] = {}
   for phase, updates in by_phase.items():
-    for path in masks:
-      if problem := _first_problem(updates, path, phase):
-        problems.setdefault(problem, []).append(path)
+    for weight, of in updates.items():
+      if problem := _first_problem(of, phase):
+        problems.setdefault(problem, []).append(shown(*weight))
   if problems:
     advice = dict.fromkeys(problem.advice for problem in problems if problem.advice)
     raise ValueError('\n'.join([*(f'{listed(paths)}: {problem.text}' for problem, paths in problems.items()), *advice]))
   phase: PhaseName = 'sparse' if 'sparse' in by_phase else 'dense'
   updates = by_phase[phase]
-  reads = {path: [read for update in updates for read in update[path].reads] for path in masks}
+  reads = {shown(*weight): [read for update in of for read in update.reads] for weight, of in updates.items()}
   lines = {path: tuple(dict.fromkeys(read.line for read in each)) for path, each in reads.items()}
   fp8 = frozenset(path for path, each in reads.items() if each and all(read.precision == 'fp8' for read in each))
   if phase == 'dense':
     return _told_dense(CheckedStep(lines, phase=phase, fp8=fp8))
-  if altered := [path for path in masks if any(update[path].altered for update in updates)]:
+  if altered := [shown(*weight) for weight, of in updates.items() if any(update.altered for update in of)]:
     raise ValueError(f'{listed(altered)}: {_ALTERED}')
-  brought = {path: _named(step, name) for path, name in _brought(traced.jaxpr, given, folders).items()}
+  brought = {shown(*weight): _named(step, name) for weight, name in _brought(follow, given).items()}
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
   return CheckedStep(lines, brought, fp8=fp8)
@@ -195,16 +209,16 @@ def _told_dense(checked: CheckedStep) -> CheckedStep:
   return checked
 
 
-def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
+def _brought(follow: Callable[..., Any], given: Sequence[Argument]) -> dict[tuple[str, str], str]:
   """For each weight whose mask is not from the optimizer state alone, the path of an argument that holds one."""
   others: dict[str, str] = {}
   for argument in given:
-    if argument.state_of and not argument.ours:
+    if argument.state_of and argument.optimizer is None:
       others.setdefault(argument.state_of, argument.path)
   if not others:
     return {}
-  updates = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
-  return {path: others[path] for path in others if _first_problem(updates, path)}
+  updates = follow([a if a.optimizer is not None or a.weight else Argument(a.path) for a in given])
+  return {weight: others[weight[1]] for weight, of in updates.items() if weight[1] in others and _first_problem(of)}
 
 
 def _named(step: Callable[..., Any], path: str) -> str:
@@ -242,13 +256,11 @@ class _Problem(NamedTuple):
   advice: str = _ADVICE
 
 
-def _first_problem(
-  updates: Sequence[Mapping[str, ReadBy]], path: str, phase: PhaseName = 'sparse'
-) -> _Problem | None:
+def _first_problem(updates: Sequence[ReadBy], phase: PhaseName = 'sparse') -> _Problem | None:
   """What is wrong with a weight in the first update in which something is."""
   for i, update in enumerate(updates):
-    found = _masked(update[path]) if phase == 'dense' else _unmasked(update[path])
-    if problem := found or _otherwise_precise(update[path], phase):
+    found = _masked(update) if phase == 'dense' else _unmasked(update)
+    if problem := found or _otherwise_precise(update, phase):
       many = len(updates) > 1
       return problem._replace(text=f'in update {i + 1} of {len(updates)}, {problem.text}') if many else problem
   return None

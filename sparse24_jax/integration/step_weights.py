@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from sparse24_jax.binding._jax import checkpoint_name_of, equations_of
-from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, UNSURE, Weight
+from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read, UNSURE, Weight
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
 from sparse24_jax.optim import DENSE_UPDATE, name_of, SparseTrainingState
 from sparse24_jax.policy import PrecisionName
@@ -21,20 +21,24 @@ class Argument(NamedTuple):
     path: among the arguments.
     weight: that it may be, by its path, shape and dtype.
     state_of: path of the weight that it may be the state of.
-    ours: whether the state of `sparse_training` holds it.
+    optimizer: number of the state of `sparse_training` that holds it, if one does.
   """
 
   path: str
   weight: Weight | None = None
   state_of: str | None = None
-  ours: bool = False
+  optimizer: int | None = None
 
-  def marks(self, folders: Collection[str]) -> Marks:
-    """What the array marks, if parameters are in these folders."""
+  def marks(self, folders: Sequence[Collection[str]]) -> Marks:
+    """What the array marks, if the parameters of each optimizer are in these folders."""
+    every = frozenset[str]().union(*folders)
     if self.weight is not None:
-      return Marks(dense=frozenset((self.weight,) if self.weight.folder in folders else ()))
-    found = _state(self.state_of, folders) if self.state_of else Marks()
-    return found if self.ours else found.of_update(UNSURE)
+      return Marks(dense=frozenset((self.weight,) if self.weight.folder in every else ()))
+    if self.state_of is None:
+      return Marks()
+    if self.optimizer is None:
+      return _state(self.state_of, every).of_update(UNSURE)
+    return _state(self.state_of, folders[self.optimizer])
 
 
 def _state(path: str, folders: Iterable[str]) -> Marks:
@@ -46,33 +50,43 @@ def is_ours(node: Any) -> bool:
   return isinstance(node, SparseTrainingState)
 
 
-def arguments_of(tree: Any, masks: Mapping[str, Any]) -> list[Argument]:
-  """Tells what each array is: by its place in a state of `sparse_training`, elsewhere by its name."""
-  found = []
+def arguments_of(tree: Any, masks: Sequence[Mapping[str, Any]]) -> list[Argument]:
+  """Tells what each array is: by its place in a state of `sparse_training`, elsewhere by its name.
+
+  Args:
+    tree: the arguments.
+    masks: of each optimizer, by the path of their weight.
+  """
+  found, optimizer = [], 0
   for path, node in leaves_by_path(tree, is_leaf=is_ours):
     if not is_ours(node):
       found += [_outside(path, node, masks)] if is_array(node) else []
       continue
     for name, field in zip(node._fields, node, strict=True):
       leaves = [(weight, leaf) for weight, leaf in leaves_by_path(field) if is_array(leaf)]
-      found += [Argument(path, state_of=weight if name == 'projections' else None, ours=True) for weight, _ in leaves]
+      found += [Argument(path, None, weight if name == 'projections' else None, optimizer) for weight, _ in leaves]
+    optimizer += 1
   return found
 
 
-def _outside(path: str, leaf: Any, masks: Mapping[str, Any]) -> Argument:
+def _outside(path: str, leaf: Any, masks: Sequence[Mapping[str, Any]]) -> Argument:
   """Tells by its path whether an array is a weight or a state; fingerprints are neither."""
   if f'/{MADE_OF}/' in f'/{path}' or NNX_MADE_OF in path:
     return Argument(path)
-  for name, state in masks.items():
+  for name in dict.fromkeys(name for of_one in masks for name in of_one):
     folder, found, rest = f'/{path}/'.rpartition(f'/{name}/')
     if not found:
       continue
-    masked = jnp.issubdtype(state.dtype, jnp.bool_)
-    fits = leaf.shape == state.shape if masked else leaf.ndim >= state.ndim + 2
+    fits = any(_fits(leaf, of_one[name]) for of_one in masks if name in of_one)
     if fits and not rest and jnp.issubdtype(leaf.dtype, jnp.floating):
       return Argument(path, weight=Weight(folder, name))
     return Argument(path, state_of=name)
   return Argument(path)
+
+
+def _fits(leaf: Any, state: Any) -> bool:
+  """Whether an array has the shape of the weight of a state."""
+  return leaf.shape == state.shape if jnp.issubdtype(state.dtype, jnp.bool_) else leaf.ndim >= state.ndim + 2
 
 
 class ReadBy(NamedTuple):
@@ -93,38 +107,76 @@ def has_dense_update(jaxpr: Any) -> bool:
   return any(checkpoint_name_of(equation) == DENSE_UPDATE for equation in equations_of(jaxpr))
 
 
+def trained_by_each(jaxpr: Any, given: Sequence[Argument], folders: Sequence[Collection[str]]) -> list[set[str]]:
+  """Of the folders whose parameters an optimizer may train those that it does, as its first update in a step says.
+
+  All that it may train if the step makes no update of it.
+  """
+  numbered = [[*each, str(i)] for i, each in enumerate(folders)]
+  found, trained = follow_weights(jaxpr, [a.marks(numbered) for a in given], {}), [set[str]() for _ in folders]
+  for path in dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of):
+    for kinds in (('weights', 'given states'), ('dense weights', 'dense given states')):
+      for before, state in zip(*(found.named.get(name_of(kind, path), []) for kind in kinds), strict=True):
+        for i in (int(of.folder) for of in state.states if of.path == path and of.folder.isdigit()):
+          trained[i] |= {w.folder for w in before.weights if w.path == path}
+  return [each or set(may) for each, may in zip(trained, folders, strict=True)]
+
+
 def follow_updates(
-  jaxpr: Any, given: Sequence[Argument], folders: Sequence[str], phase: PhaseName = 'sparse'
-) -> Sequence[Mapping[str, ReadBy]]:
+  jaxpr: Any, given: Sequence[Argument], folders: Sequence[Collection[str]], phase: PhaseName = 'sparse'
+) -> Mapping[tuple[str, str], Sequence[ReadBy]]:
   """Follows weights through a step, and from the updates that it makes on through the next one.
 
+  Args:
+    jaxpr: of the step.
+    given: what its arguments are.
+    folders: of each optimizer's parameters among them.
+    phase: whose updates are meant.
+
   Returns:
-    What each update of a phase says of each weight, by path, in the order of the program.
+    By the folder of what an optimizer trains, '' of a single one, and by path: what each update of a phase says of a
+    weight, as in the program.
   """
-  paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
-  made = {name_of('states', path): _state(path, folders) for path in paths}
-  weights_of = {path: _state(path, folders).states for path in paths}
+  several, every = len(folders) > 1, frozenset[str]().union(*folders)
+  paths = list(dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of))
+  made = {name_of('states', path): _state(path, every) for path in paths}
+  weights_of = {path: _state(path, every).states for path in paths}
   made |= {name_of('updates', path): Marks(updates=weights_of[path], handed=weights_of[path]) for path in paths}
   if phase == 'dense':  # where a mask counts, whoever chose it
-    made |= {name_of('chosen', path): _state(path, folders) for path in paths}
+    made |= {name_of('chosen', path): _state(path, every) for path in paths}
   found = follow_weights(jaxpr, [argument.marks(folders) for argument in given], made)
   kinds = ('weights', 'gradients') if phase == 'sparse' else ('dense weights', 'dense gradients')
   weights, gradients = ({path: found.named.get(name_of(kind, path), []) for path in paths} for kind in kinds)
-  updates = []
-  for i in range(max(map(len, weights.values()))):
-    before, after = ([(path, each[i]) for path, each in of.items() if i < len(each)] for of in (weights, gradients))
-    trained = {path: frozenset(w for w in named.weights if w.path == path) for path, named in before}
-    reads = list(dict.fromkeys(read for _, named in after for read in named.reads))
-    touched = frozenset().union(*(named.touched for _, named in after))
-    ours = {path: trained.get(path, frozenset()) for path in paths}
-    updates.append({
-      path: ReadBy(
-        ours[path], _reads(path, ours[path], reads, touched, found), any(w.name in found.altered for w in ours[path]),
-        'fp8' if name_of('fp8', path) in found.named else 'default',
-      )
-      for path in paths
-    })  # fmt: skip
-  return updates
+  optimizers: dict[str, dict[str, list[tuple[frozenset[Weight], Named]]]] = {}
+  for path in paths:
+    for before, after in zip(weights[path], gradients[path], strict=True):
+      if not before.touched:  # of nothing that the step is given: another optimizer, all of which is constant
+        continue
+      trained = frozenset(w for w in before.weights if w.path == path)
+      folder = min((w.folder for w in trained), default='') if several else ''
+      optimizers.setdefault(folder, {}).setdefault(path, []).append((trained, after))
+  said: dict[tuple[str, str], list[ReadBy]] = {}
+  for folder, named in optimizers.items():
+    for i in range(max(map(len, named.values()))):
+      update = {path: each[i] for path, each in named.items() if i < len(each)}
+      reads = list(dict.fromkeys(read for _, after in update.values() for read in after.reads))
+      touched = frozenset().union(*(after.touched for _, after in update.values()))
+      for path, (trained, _) in update.items():
+        said.setdefault((folder, path), []).append(_read_by(path, trained, reads, touched, found))
+  return said
+
+
+def _read_by(
+  path: str, trained: frozenset[Weight], reads: Sequence[Read], touched: Set[Weight], found: Found
+) -> ReadBy:
+  """What an update says of the weight that it trains; its gradients are made by `reads`, of the weights `touched`."""
+  in_fp8 = {w.name for named in found.named.get(name_of('fp8', path), []) for w in named.weights}
+  return ReadBy(
+    trained,
+    _reads(path, trained, reads, touched, found),
+    any(w.name in found.altered for w in trained),
+    'fp8' if any(w.name in in_fp8 for w in trained) else 'default',
+  )
 
 
 def _reads(

@@ -8,9 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse24_jax.optim._weights import Absent, is_leaf
 from sparse24_jax.rules import map_by_path
 
-# Of weights and gradients in a sparse phase and in a dense one; of weights whose rule has this precision; of masks that
-# are chosen for a forward from the weights that it reads, and not by the optimizer.
-Kind = Literal['weights', 'gradients', 'dense weights', 'dense gradients', 'fp8', 'updates', 'states', 'chosen']
+# Of weights, gradients and states that an update is given, in a sparse phase and in a dense one; of weights whose rule
+# has this precision; of masks that are chosen for a forward from the weights that it reads, and not by the optimizer.
+Given = Literal['weights', 'gradients', 'given states', 'dense weights', 'dense gradients', 'dense given states']
+Kind = Given | Literal['fp8', 'updates', 'states', 'chosen']
 
 # Of its counter: the update is of a dense phase, where no weight may have a mask.
 DENSE_UPDATE = 'sparse24 dense update'
@@ -21,16 +22,17 @@ def name_of(kind: Kind, path: str) -> str:
   return f'sparse24 {kind} {path}'
 
 
-def named(kind: Kind, projections: Any, tree: Any) -> Any:
+def named(kind: Kind, projections: Any, tree: Any, params: Any) -> Any:
   """The tree, whose entries at sparse weights have names in a traced program, by which `check_step` finds them.
 
-  A compiled program knows nothing of it.
+  All of an update has them for a weight that is traced, or none. A compiled program knows nothing of it.
   """
 
-  def one(path: str, p: Any, x: Any) -> Any:
-    return x if isinstance(p, Absent) else named_one(kind, path, x)
+  def one(path: str, p: Any, x: Any, w: Any) -> Any:
+    traced = not isinstance(p, Absent) and isinstance(w, jax.core.Tracer)
+    return checkpoint_name(x, name_of(kind, path)) if traced else x
 
-  return map_by_path(one, projections, tree, is_leaf=is_leaf)
+  return map_by_path(one, projections, tree, params, is_leaf=is_leaf)
 
 
 def named_one(kind: Kind, path: str, x: Any) -> Any:

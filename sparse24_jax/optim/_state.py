@@ -17,7 +17,7 @@ def find_state[T](opt_state: Any, kind: type[T], maker: str) -> T:
   if len(found) != 1:
     why = (
       f'{maker} stands in the chain more than once, or inside of optax.multi_transform, partition or masked, which go'
-      ' inside of it' if found
+      ' inside of it; of several optimizers give the state of one' if found
       else f'make it by tx.init(params), where tx holds {maker}; a saved one is restored into the tree that this makes'
     )  # fmt: skip
     raise ValueError(f'the optimizer state holds {len(found)} states of {maker}, expected one: {why}')

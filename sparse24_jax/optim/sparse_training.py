@@ -191,9 +191,11 @@ def sparse_training(
     sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
     require_same_weights(recipe, sparse, state)
     fits = require_same_recipe(recipe, state)
-    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
+    held = named('given states' if phase == 'sparse' else 'dense given states', projections, state.projections, params)
+    state = state._replace(projections=held)
+    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params, params)
     params = map_by_path(lambda path, w: named_one('fp8', path, w) if path in in_fp8 else w, params)
-    updates = named('gradients' if phase == 'sparse' else 'dense gradients', projections, updates)
+    updates = named('gradients' if phase == 'sparse' else 'dense gradients', projections, updates, params)
     if phase == 'dense' and isinstance(state.count, jax.core.Tracer):
       state = state._replace(count=checkpoint_name(state.count, DENSE_UPDATE))
     sampled = _left.samples(projections, params)
@@ -245,8 +247,8 @@ def sparse_training(
     state = state._replace(identity=_identity.after_step(state.identity, phase))
     if rests and some_searched(projections, params):
       state = told_to_rest(state, count % recipe.refresh_every == 0)
-    state = state._replace(projections=named('states', projections, state.projections))
-    updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates)))
+    state = state._replace(projections=named('states', projections, state.projections, params))
+    updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates, params)))
     return updates, map_weights(functools.partial(boxed, given), state)
 
   return optax.GradientTransformationExtraArgs(init, update)

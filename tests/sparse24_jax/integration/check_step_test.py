@@ -409,6 +409,57 @@ class CheckStepTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'kernel: the step reads it dense at'):
       s24.check_step(step, state, params, X, model=model)
 
+  @parameterized.parameters('bd', 'abd')
+  def test_two_optimizers(self, of_critic):
+    """Of an actor and a critic, some of whose weights or all have the same names."""
+    recipe = s24.recipes.ste('.')
+    actor, critic = ({name: np.eye(16, dtype=np.float32) for name in names} for names in ('bd', of_critic))
+    tx = s24.sparse_training(optax.adam(0.1), recipe)
+
+    def layers(params, x):
+      return functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x)
+
+    def run(params, state, x, dense=False):
+      variables = s24.sparse_variables(params, state, recipe)
+      return layers(params, x) if dense else s24.sparsify(layers, recipe)(params, variables, None, x)
+
+    def critic_loss(critic, actor, states, x, dense):
+      states = states[::-1] if dense == 'crossed' else states
+      return (run(critic, states[1], run(actor, states[0], x), 'critic' in dense) ** 2).mean()
+
+    def actor_loss(actor, critic, states, x, dense):
+      hidden = run(actor, states[0], x, 'actor' in dense)
+      return run(critic, states[1], hidden, 'critic' in dense or 'where it is not trained' in dense).mean()
+
+    def step(actor, critic, states, x, *, dense=(), times=1):
+      for _ in range(times):
+        mine, other = states
+        updates, other = tx.update(jax.grad(critic_loss)(critic, actor, states, x, dense), other, critic)
+        critic, states = optax.apply_updates(critic, updates), (mine, other)
+        updates, mine = tx.update(jax.grad(actor_loss)(actor, critic, states, x, dense), mine, actor)
+        actor, states = optax.apply_updates(actor, updates), (mine, other)
+      return actor, critic, states
+
+    def half(actor, state, x):
+      return step(actor, critic, (state, tx.init(critic)), x)[0]
+
+    given = actor, critic, (tx.init(actor), tx.init(critic)), X
+    names = [*(f'argument 0 (actor) at {p}' for p in actor), *(f'argument 1 (critic) at {p}' for p in critic)]
+    for how in ({}, {'times': 2}, {'dense': 'where it is not trained'}):
+      weights = s24.check_step(functools.partial(step, **how), *given).weights
+      self.assertCountEqual(weights, names)
+      self.assertTrue(all(weights.values()))
+    for dense, other in (('actor', 'critic'), ('critic', 'actor')):
+      with self.assertRaisesRegex(ValueError, rf'^argument \d \({dense}\) at b, .*: the step reads it dense') as error:
+        s24.check_step(functools.partial(step, dense=dense), *given)
+      self.assertNotIn(f'({other})', str(error.exception))
+    if of_critic == 'bd':
+      with self.assertRaisesRegex(ValueError, r'(?s)\(critic\) at b.* reads it dense.*with that of another optimizer'):
+        s24.check_step(functools.partial(step, dense='crossed'), *given)
+    self.assertEqual(list(s24.check_step(half, actor, tx.init(actor), X).weights), list(actor))
+    with self.assertRaisesRegex(ValueError, '2 states of sparse_training.*of several optimizers give the state of one'):
+      s24.sparse_variables(actor, given[2], recipe)
+
   def test_nnx(self):
     recipe = s24.recipes.ste('kernel')
     plain = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
