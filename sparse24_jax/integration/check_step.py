@@ -38,6 +38,8 @@ _ALTERED = (
   ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
 
+_UNREAD = 'no matmul of the step reads it, and its gradient is not computed from it'
+
 _PHASE = (
   "give sparsify, sparse_variables and project the phase of the optimizer, phase='dense'; an nnx model has to be"
   " sparsified again, model = sparsify(model, recipe, phase='dense')"
@@ -59,7 +61,7 @@ class CheckedStep:
 
   Attributes:
     weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse
-      or, in a dense phase, dense, on the way to its gradient.
+      or, in a dense phase, dense, on the way to its gradient. There is none if the loss does not look at the weight.
     brought: path of each weight whose mask the step does not take from the state of its optimizer, to the argument that
       brings it. Right where the loop makes it anew for every step, as variables or in an nnx model; else it gets stale.
     phase: `'dense'` if all updates are of a dense phase.
@@ -78,7 +80,7 @@ class CheckedStep:
   def __str__(self) -> str:
     how = {path: f'{self.phase}, fp8' if path in self.fp8 else self.phase for path in self.weights}
     lines = [f'{path}: {how[path]} at {", ".join(lines)}' for path, lines in self.weights.items() if lines]
-    return '\n'.join([*([_DENSE] if self.phase == 'dense' else []), *lines, *_notes(self.brought)])
+    return '\n'.join([*([_DENSE] if self.phase == 'dense' else []), *lines, *_notes(self)])
 
 
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedStep:
@@ -95,6 +97,10 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   A step may have several optimizers with their own parameters, as one of an actor and a critic. Each is checked by the
   gradient that its own update is given, by the masks of its own state, and weights are then called by their arguments.
+
+  A weight that no matmul of the step reads, under a mask or not, and that no gradient is computed from, is a warning
+  that names it: a loss of one of several tasks does not look at the heads of the others. If that holds for all weights
+  that an update is given, it is an error.
 
   In a dense phase no matmul on this way may read a weight under a mask. In both, a weight whose rule has
   `precision='fp8'` is read in FP8, in hardware or simulated.
@@ -115,11 +121,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
-      a matmul of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
-      update is multiplied behind `sparse_training`; or it is read sparse in a dense phase, or not in the FP8 of its
-      rule; or the step makes no update; or there is no state of
-      `sparse_training` among the arguments, or no parameters for it, or it keeps no masks in a sparse phase: only
-      activations are sparse, or layers in FP8.
+      a matmul of a weight, too), or through none that reads it sparse, or by the mask of an update before; or no weight
+      of an update is read; or its update is multiplied behind `sparse_training`; or it is read sparse in a dense phase,
+      or not in the FP8 of its rule; or the step makes no update; or there is no state of `sparse_training` among the
+      arguments, or no parameters for it, or it keeps no masks in a sparse phase: only activations are sparse, or layers
+      in FP8.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -196,12 +202,19 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   fp8 = frozenset(path for path, each in reads.items() if each and all(read.precision == 'fp8' for read in each))
   if phase == 'dense':
     return _told_dense(CheckedStep(lines, phase=phase, fp8=fp8))
+  some = {folder for (folder, _), of in updates.items() if not all(update.unread for update in of)}
+  if unread := [shown(*weight) for weight in updates if weight[0] not in some]:
+    raise ValueError(
+      f'{listed(unread)}: {_UNREAD}. This holds for all weights with a mask that the update is given: compute its'
+      ' gradients from the parameters that the step is given'
+    )
   if altered := [shown(*weight) for weight, of in updates.items() if any(update.altered for update in of)]:
     raise ValueError(f'{listed(altered)}: {_ALTERED}')
   brought = {shown(*weight): _named(step, name) for weight, name in _brought(follow, given).items()}
-  for note in _notes(brought):
+  checked = CheckedStep(lines, brought, fp8=fp8)
+  for note in _notes(checked):
     log_once(note, 'sparse24_jax', logging.WARNING)
-  return CheckedStep(lines, brought, fp8=fp8)
+  return checked
 
 
 def _told_dense(checked: CheckedStep) -> CheckedStep:
@@ -234,15 +247,18 @@ def _named(step: Callable[..., Any], path: str) -> str:
   return f'argument {argument} at {"/".join(rest)}' if rest else f'argument {argument}'
 
 
-def _notes(brought: Mapping[str, str]) -> list[str]:
-  """What to look at where masks are brought, once for models of nnx and once for variables."""
+def _notes(checked: CheckedStep) -> list[str]:
+  """What to look at: weights that are not read, and masks that are brought, for models of nnx and for variables."""
+  brought, unread = checked.brought, [path for path, lines in checked.weights.items() if not lines]
+  unread = unread if checked.phase == 'sparse' else []
   nnx = {path for path, argument in brought.items() if NNX_STATES in f'{argument}/'}
   ways = {
     'call nnx.update(model, sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, recipe)) in the step,'
     ' before the model': nnx,
     'call sparse_variables(params, opt_state, recipe) in the step': brought.keys() - nnx,
   }
-  return [
+  notes = [f'{listed(unread)}: {_UNREAD}: right if its loss is of another task'] if unread else []
+  return notes + [
     f'{listed(sorted(paths))}: the mask comes with {brought[min(paths)]}, not from the optimizer state'
     f' that this step is given, so that it is stale unless the loop makes it anew for every step: {way}'
     for way, paths in ways.items() if paths
@@ -299,7 +315,7 @@ def _unmasked(of: ReadBy) -> _Problem | None:
     )
   if dense:
     return _Problem(f'the step reads it dense at {dense}, while its optimizer keeps a mask for it')
-  if not sparse:
+  if not sparse and not of.unread:
     return _Problem(
       'no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it, changes'
       ' it first, or takes a mask that is not computed from the arguments of this step'

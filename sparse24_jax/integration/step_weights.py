@@ -92,14 +92,20 @@ def _fits(leaf: Any, state: Any) -> bool:
 class ReadBy(NamedTuple):
   """What one update says of a weight: the arguments that it trains, and the matmuls on the way to the gradients.
 
-  And whether the program adds to them what something behind `sparse_training` has multiplied, not what it returned, and
-  the precision that its rule has.
+  And whether the gradients are computed from it, by matmuls or otherwise, whether the program adds to them what
+  something behind `sparse_training` has multiplied, not what it returned, and the precision that its rule has.
   """
 
   trained: frozenset[Weight]
   reads: Sequence[Read]
+  touched: bool = True
   altered: bool = False
   asked: PrecisionName = 'default'
+
+  @property
+  def unread(self) -> bool:
+    """Whether the loss does not look at the weight, as that of another task."""
+    return bool(self.trained) and not self.reads and not self.touched
 
 
 def has_dense_update(jaxpr: Any) -> bool:
@@ -174,6 +180,7 @@ def _read_by(
   return ReadBy(
     trained,
     _reads(path, trained, reads, touched, found),
+    bool({w.name for w in trained} & {w.name for w in touched}),
     any(w.name in found.altered for w in trained),
     'fp8' if any(w.name in in_fp8 for w in trained) else 'default',
   )
@@ -187,8 +194,9 @@ def _reads(
   mine = [read for read in reads if read.weight.name in names]
   if mine or names & {weight.name for weight in touched}:
     return mine
-  # Of one matmul and a linear loss, the gradient does not depend on the weight.
-  if mine := [read for read in found.reads if read.weight.name in names]:
+  # Of one matmul and a linear loss, the gradient does not depend on the weight. Other steps of a program may read it.
+  updates = {UNSURE, *(weight.update for weight in trained)}
+  if mine := [read for read in found.reads if read.weight.name in names and read.weight.update in updates]:
     return mine
   # A weight that nothing is computed from has a copy that is, in fewer bits say.
   return [read for read in reads if read.weight.path == path]
