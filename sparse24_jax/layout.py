@@ -62,6 +62,11 @@ class Layout:
   def is_standard(self) -> bool:
     return self == Layout.standard(len(self.order))
 
+  @property
+  def turned(self) -> 'Layout':
+    """That of a matmul which reads the matrix transposed."""
+    return Layout(self.stacked, self.outputs, self.contracted)
+
   def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the matrix, `[stacked..., in, out]`."""
 

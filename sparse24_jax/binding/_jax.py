@@ -103,6 +103,12 @@ def source_of(equation: Any) -> str:
   return of_a_library or 'an unknown line'
 
 
+def is_backward(equation: Any) -> bool:
+  """Whether an equation, or a call around it, is of a backward pass in the function itself."""
+  names = (name for call in (equation, *_enclosing.get()) for name in call.source_info.name_stack.stack)
+  return any(isinstance(name, source_info_util.Transform) and name.name == 'transpose' for name in names)
+
+
 def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
   """What goes into a scan: constants, what is carried, what is scanned over."""
   constants, carried, scanned = params['ft_in'].update(values).unpack()

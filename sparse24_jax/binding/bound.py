@@ -17,6 +17,7 @@ from sparse24_jax.binding.tracing import as_callable, functional, order_is_told,
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
+from sparse24_jax.projection import TransposableMasked
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
 
@@ -41,6 +42,7 @@ class Use:
     apart: why it stands in no block; None if it stands in one, or if its result is what the function returns.
     divided: whether it reads a shard, inside a `shard_map` that divides the weight. Tokens are those of a shard.
     together: role and path of each weight of that block.
+    turned: whether it reads the matrix transposed, beside others that do not.
   """
 
   tokens: float
@@ -54,6 +56,7 @@ class Use:
   apart: str | None = None
   divided: bool = False
   together: tuple[tuple[str, str], ...] = ()
+  turned: bool = False
 
   @property
   def packs(self) -> bool:
@@ -67,6 +70,8 @@ class Use:
       return 'a ragged matmul reads it, for which there is no kernel'
     if unfit := self.asked.unfit(self.dtype):
       return f'no kernel gives what its matmul asks for, {unfit}'
+    if self.turned:
+      return 'its matmuls read it in both directions, for which each call packs'
     if self.divided:
       return 'a shard_map divides it: each call packs its shards'
     return None if self.whole else 'its matmuls read parts of it, which each call packs'
@@ -101,6 +106,10 @@ class BoundWeight:
   def packs(self) -> bool:
     """Whether a packed weight serves all of its matmuls."""
     return all(use.packs for use in self.uses)
+
+  def serves(self, read: Layout) -> bool:
+    """Whether its mask is one for a matmul that reads it so."""
+    return read == self.layout or (read == self.layout.turned and any(use.turned for use in self.uses))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +213,9 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
     weight's axes.
 
   Raises:
-    ValueError: a matched weight that no matmul contracts, that several contract along different axes, or that goes
-      where it cannot be followed: by path, with the line of the model and what to do.
+    ValueError: a matched weight that no matmul contracts, that several contract along different axes (but for a weight
+      and its transpose under `transposable`, whose masks serve both), or that goes where it cannot be followed: by
+      path, with the line of the model and what to do.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'query': jnp.ones((32, 4, 8)), 'head': jnp.ones((10, 32))}
@@ -284,14 +294,18 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
     closed = 'nor any other such weight: does the function close over other parameters than those that it is given?'
     what_to_do = dense if notes.readings or notes.problems else closed
     return f'{path} of shape {leaf.shape}: a rule matches it, and no matmul of the function contracts it: {what_to_do}'
+  readings = sorted(readings, key=lambda each: each[1].layout.order)  # as stored, if one reads it so
   layout = readings[0][1].layout
+  turns = rule.policy.projection is not None and isinstance(rule.policy.projection.form, TransposableMasked)
   for found, reading in readings[1:]:
-    if reading.layout != layout:
+    backward = found.backward or readings[0][0].backward
+    if reading.layout != layout and not (turns and reading.layout == layout.turned and not backward):
+      turn = ', or give its rule masks that serve both, s24.transposable()'
       places = [found.source for found, _ in (readings[0], (found, reading))]
       return (
         f'{path} of shape {leaf.shape}: its matmuls read it in different ways, {layout.describe()} at {places[0]} and'
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
-        f'{_OWN_GRADIENT if reading.layout == _transposed(layout) else ""}'
+        f'{_OWN_GRADIENT if backward else turn if reading.layout == layout.turned else ""}'
       )
   for found, reading in readings:
     problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
@@ -306,18 +320,14 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
         f'{path} of shape {leaf.shape}: a ragged matmul, which has no {has_not}, at {found.source}: {dense}'
         f'{f", or keep it sparse by {kept} in front of its rule" if rule.policy.projection else ""}'
       )
-  uses = tuple(_use(found, reading, notes) for found, reading in readings)
+  uses = tuple(_use(found, reading, notes, turned=reading.layout != layout) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
     return f'{by_itself(path, uses[0].source)}{"".join(f": {reason}" for reason in reasons)}'
   return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
 
 
-def _transposed(layout: Layout) -> Layout:
-  return Layout(layout.stacked, layout.outputs, layout.contracted)
-
-
-def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
+def _use(found: Matmul, reading: Reading, notes: Notes, *, turned: bool) -> Use:
   block, role, together = notes.blocks.get((found.view.path, id(found.origin)), (None, None, ()))
   kind, source = found.equation.primitive.name, found.source
   dtype = jnp.dtype(found.operands).name
@@ -325,7 +335,9 @@ def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   if kind == 'ragged_dot_general':
     apart = 'a ragged matmul multiplies the projected weight as it does the dense one: no kernel has groups of rows'
   divided = bool(found.view.divided)
-  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided, together)
+  return Use(
+    reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided, together, turned
+  )
 
 
 def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:

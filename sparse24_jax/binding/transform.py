@@ -312,7 +312,7 @@ class _Sparse:
 
   def _reading(self, found: Matmul) -> tuple[Any, Reading]:
     weight, reading = self.weights[found.view.path], read(found)
-    if reading.layout != weight.layout:
+    if not weight.serves(reading.layout):
       raise ValueError(
         f'{weight.path}: {found.source} reads it as {reading.layout.describe()}, and where the recipe'
         f' was bound the model read it as {weight.layout.describe()}: bind it to what is run'
@@ -324,7 +324,9 @@ class _Sparse:
     if state is None:
       return None
     state = state.at(view, reading.runs[: reading.axes[0]])
-    return state if reading.whole else part_of(projection_state(state), view, reading.layout)
+    layout = self.layout_of(view.path)
+    state = state if reading.whole else part_of(projection_state(state), view, layout)
+    return state if reading.layout == layout else jnp.swapaxes(projection_state(state), -1, -2)
 
 
 def _filled(y: Array, maps: Iterable[Matmul]) -> Array:

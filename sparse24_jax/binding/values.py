@@ -219,6 +219,7 @@ class Matmul:
     block: the feed-forward block that it ends, or None.
     origin: the equation that it is known by, of one whose operands were swapped.
     source: the line of the model.
+    backward: whether the model takes a gradient, in whose backward pass it stands.
   """
 
   equation: Any
@@ -232,9 +233,11 @@ class Matmul:
   block: Block | None = None
   origin: Any = None
   source: str = ''
+  backward: bool = False
 
   def __post_init__(self):
     self.origin = self.origin or self.equation
+    self.backward = self.backward or _jax.is_backward(self.origin)
     self.source = self.source or _jax.source_of(self.origin)
 
   @property

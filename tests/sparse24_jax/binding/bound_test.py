@@ -233,7 +233,7 @@ class BindTest(parameterized.TestCase):
     ('convolution', lambda w, x: jax.lax.conv(x[None, None], w[None, None], (1, 1), 'SAME'), 'conv_general_dilated'),
     ('nothing_reads_it', lambda w, x: x, 'no matmul of the function contracts it'),
     ('only_a_norm', lambda w, x: jnp.sum(w**2), 'no matmul of the function contracts it'),
-    ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in [01], out [01] at .* and in [01], out [01] at'),
+    ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in 0, out 1 at .* both, s24.transposable'),
     ('its_gradient', lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), 'its own gradient, .*, give the'),
     ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
     ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
@@ -250,6 +250,21 @@ class BindTest(parameterized.TestCase):
   def test_refuses(self, f, message):
     with self.assertRaisesRegex(ValueError, message):
       s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 16))}, jnp.ones((4, 16)))
+
+  def test_a_transpose_that_a_backward_pass_reads(self):
+    """Is no other direction of the model, whose weight gradients would not be sampled."""
+    fst = s24.recipes.transposable_srste('w', masked_decay=1e-3)
+    params, x = {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
+
+    def loss(p, x):
+      return jnp.sum(jnp.sin(jnp.sin(x) @ p['w']))
+
+    tied = s24.bind(fst, lambda p, x: x @ p['w'] @ p['w'].T, params, x)
+    self.assertEqual((tied['w'].layout.describe(), [use.turned for use in tied['w'].uses]), ('in 0, out 1', [0, 1]))
+    for f in (loss, jax.jit(loss), jax.checkpoint(loss)):
+      for gradient in (jax.grad(f, 1), jax.jit(jax.value_and_grad(f, (0, 1)))):
+        with self.assertRaisesRegex(ValueError, 'in different ways, .*own gradient, .*, give the loss'):
+          s24.bind(fst, gradient, params, x)
 
   def test_what_a_ragged_matmul_has_not(self):
     def f(p, x):
