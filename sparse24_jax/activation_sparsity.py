@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels._dispatch import log_once
 from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
 from sparse24_jax._activation_reference import Reference
+from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens
@@ -220,6 +221,7 @@ def _ffn(plan: NeuronLevelPlan, x: Array, w_up: Array, w_down: Array, b_up: Arra
 def _ffn_fwd(plan, x, w_up, w_down, b_up, state, *, backward=True):
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], plan.policy)
+    x, w_up, w_down, b_up = once((x, w_up, w_down, b_up))
   ops, projections = matmuls_of(plan), projections_of(plan.policy)
   up = ops.weight(w_up, projections['up'], state['up'], -2)
   down = ops.weight(w_down, projections['down'], state['down'], -1)

@@ -22,6 +22,7 @@ from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
+from sparse24_jax.derivatives import once
 from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.plan import plan_layer
@@ -52,7 +53,7 @@ def dot(
     `[..., out]`, dtype of `x` or `preferred_element_type`; sums in float32.
 
   Raises:
-    ValueError: shapes, dtypes, state or key do not fit the policy.
+    ValueError: shapes, dtypes, state or key do not fit the policy, or its gradient is differentiated again.
 
   Source: Hu et al., arXiv 2404.01847, equations 2 to 4; arXiv 2409.09099, section 4.
 
@@ -157,6 +158,7 @@ def _forward(
 
 def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
   check_sampling(x, policy.weight_grad, key, where)
+  x, w = once((x, w))
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   served, reads = plan.served, plan.precision.reads

@@ -32,6 +32,7 @@ from pallas_kernels.two_of_four.philox import two_keys
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import BlockPlan, plan_block
+from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
 from sparse24_jax.mvue import check_sampling, what_is_sampled
@@ -240,6 +241,7 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
 
 def _fused_fwd(static, x, weights, biases, packed, keys):
   check_sampling(x, 'mvue', keys['down'], static.where)
+  x, weights, biases = once((x, weights, biases))
   y, rows, z, h = _forward(static, x, biases, packed, keep=True)
   backend = static.plan.up.backends.input_grad
   operands = {name: static.plan.precision.reads(p, 'input_grad', backend) for name, p in packed.items()}

@@ -233,6 +233,8 @@ MUTANTS = _of(
   ('only what reaches the gradient makes a step sparse', 'integration/step_weights.py',
    'if mine or names & {weight.name for weight in touched}:', 'if mine:',
    'integration/check_step_test.py', 'evaluated_beside'),
+  ('a second derivative is an error that says so', 'dot.py', 'x, w = once((x, w))', 'x, w = (x, w)',
+   'dot_test.py', 'second_derivatives'),
   ('the mask of a transpose is transposed', 'binding/transform.py', 'return state if reading.layout == layout else',
    'return state if True else', 'binding/transform_test.py', 'and_its_transpose'),
   ('a backward pass is no other direction of a model', 'binding/bound.py', 'layout.turned and not backward):',

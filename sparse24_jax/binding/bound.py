@@ -22,7 +22,10 @@ from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
 
 # A backward pass reads each weight transposed.
-_OWN_GRADIENT = '. If f contains its own gradient, as jax.value_and_grad(f) does, give the loss or the forward instead'
+_OWN_GRADIENT = (
+  '. If f contains its own gradient, as jax.value_and_grad(f) does, give the loss or the forward instead. A loss that'
+  ' holds a gradient takes the weights of s24.project(params, opt_state, recipe), with the recipe of its forward'
+)
 
 
 @dataclasses.dataclass(frozen=True)

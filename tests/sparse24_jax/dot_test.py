@@ -12,6 +12,7 @@ import pytest
 
 import sparse24_jax as s24
 from tests import oracles
+from tests.draws import gaussian
 from tests.quick import jit
 
 POLICIES = {
@@ -291,6 +292,29 @@ class DotGeneralTest(parameterized.TestCase):
       np.testing.assert_allclose(dw[at], expected[0], rtol=1e-5, atol=1e-5)
       np.testing.assert_allclose(dx[at], expected[1], rtol=1e-5, atol=1e-5)
 
+  @parameterized.parameters(
+    *(('dot', name, wrt) for name in ('reference', 'dense') for wrt in (0, 1)),
+    *(('ffn', name, wrt) for name in ('reference', 'dense') for wrt in (0, 1)), ('neurons', None, 1),
+  )
+  def test_second_derivatives_are_an_error(self, op, implementation, wrt):
+    policy = s24.DotPolicy(s24.transposable(), 'sparse', 'mvue', implementation=implementation)
+    x, up, down = (gaussian(i, shape).astype(jnp.bfloat16) for i, shape in enumerate(((16, 16), (16, 32), (32, 16))))
+    states, key = {'up': s24.transposable_mask(up), 'down': s24.transposable_mask(down)}, jax.random.key(0)
+
+    def f(x, up):
+      if op == 'dot':
+        y = s24.dot(x, up, states['up'], policy=policy, key=key)
+      elif op == 'ffn':
+        y = s24.ffn(x, up, down, states, policy=policy, activation='relu', key=key)
+      else:
+        y = s24.neuron_level_ffn(x, up, down, {}, policy=s24.ActivationPolicy(s24.VNM(16, 8), sparse_weights=False))
+      return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    for of in (f, jax.jit(f)):
+      with self.assertRaisesRegex(ValueError, 'differentiated again, .* s24.project'):
+        jax.eval_shape(jax.grad(lambda *args, of=of: jnp.sum(jax.grad(of)(*args)), wrt), x, up)
+    jax.eval_shape(jax.grad(f, wrt), x, up)
+
 
 class DotPolicyTest(absltest.TestCase):
   def test_is_a_static_argument(self):
@@ -298,7 +322,6 @@ class DotPolicyTest(absltest.TestCase):
     one, other = (s24.DotPolicy(projection, input_grad='sparse') for _ in range(2))
     self.assertEqual((one, hash(one)), (other, hash(other)))
     self.assertNotEqual(one, s24.DotPolicy(projection))
-
 
 if __name__ == '__main__':
   absltest.main()

@@ -182,6 +182,26 @@ class ProjectTest(parameterized.TestCase):
       found = jax.eval_shape(lambda p, r=recipe: project(p, opt_state(r, p), r), params)
       self.assertEqual({leaf.dtype for leaf in jax.tree.leaves(found)}, {jnp.dtype('bfloat16')})
 
+  def test_project_is_straight_through_in_second_derivatives(self):
+    def energy(params, x):
+      return jnp.sum((jnp.tanh(x @ params['w']) @ params['v']) ** 2)
+
+    params, x = {'w': gaussian(0, (16, 32)), 'v': gaussian(1, (32, 4))}, gaussian(2, (8, 16))
+    recipe = s24.bind(s24.recipes.ste('.'), energy, params, x)
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    masks = {name: s24.magnitude_mask(w) for name, w in params.items()}
+
+    def loss(weights_of):
+      return lambda params: jnp.mean(jax.grad(energy, 1)(weights_of(params), x) ** 2)
+
+    def by_hand(params):
+      return {name: w + jax.lax.stop_gradient(masks[name] * w - w) for name, w in params.items()}
+
+    found = jax.jit(jax.grad(loss(lambda params: s24.project(params, state, recipe))))(params)
+    expected = jax.jit(jax.grad(loss(by_hand)))(params)
+    for name, w in expected.items():
+      np.testing.assert_allclose(found[name], w, atol=1e-5 * float(jnp.abs(w).max()))
+
 
 if __name__ == '__main__':
   absltest.main()
