@@ -41,7 +41,10 @@ def dot(
     x: `[..., in]`, float32, bfloat16 or float16. All axes but the last are tokens; with MVUE their product must be a
       multiple of four.
     w: `[in, out]`, same dtype as `x`; dense. Sides as the projection asks: multiples of 4, or of 4 and 4.
-    state: the projection's state for this weight, or the `PackedWeight` that `sparse_variables` makes of it.
+    state: the projection's state for this weight, or the `PackedWeight` that `sparse_variables` makes of it. A mask is
+      one of `w` as it is given here, `[in, out]`, and so must the weight be stored for which an optimizer chose it.
+      With `w.T` of a stored `[out, in]` it is an error by its shape, but not if both sides are as long: there the
+      groups would lie along the wrong axis, and nothing tells.
     policy: how the matmuls are done.
     key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a
       step, a micro-batch and a layer, and under `shard_map` the index of the shard.

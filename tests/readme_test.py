@@ -26,8 +26,9 @@ def blocks(page):
   return re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.DOTALL)
 
 
-# Whole loops of a linen model, of Equinox and of a function; the examples of nnx and of phases; the loop of nnx.
-LOOP, EQUINOX, FUNCTIONS, *GUIDE = blocks('docs/guide.md')
+# Whole loops of a linen model, of Equinox, of a function and with a derivative of its own; the examples of nnx and of
+# phases; the loop of nnx.
+LOOP, EQUINOX, FUNCTIONS, BY_HAND, *GUIDE = blocks('docs/guide.md')
 BLOCKS = (blocks('README.md')[0], *GUIDE)
 FUNCTION = blocks('README.md')[1]
 
@@ -220,6 +221,25 @@ class ReadmeTest(absltest.TestCase):
     self.assertEqual([phase for _, phase, _ in steps], ['sparse'] * 10 + ['dense'] * 2)
     self.assertLess(float(steps[-1][2]), float(steps[0][2]))
     self.assertFalse((names['params']['up'] == 0).any())
+
+  def test_loop_with_a_derivative_of_its_own(self):
+    out, names = io.StringIO(), {}
+    with contextlib.redirect_stdout(out):
+      exec(BY_HAND, names)
+    down, up, last = out.getvalue().splitlines()
+    self.assertRegex(down, '^down: sparse at')
+    self.assertRegex(up, '^up: sparse at')
+    recipe, params, x = names['recipe'], names['params'], names['batch_of'](12)
+    variables = s24.sparse_variables(params, names['opt_state'], recipe)
+    plain = names['loss_fn'](names['params'], variables, x)
+    found = names['sparse_loss'](params, variables, None, variables, x)
+    masked = {name: jnp.where(s24.magnitude_mask(w), w, 0) for name, w in params.items()}
+    expected = jnp.mean((jax.nn.gelu(x @ masked['up']) @ masked['down'] - x) ** 2)
+    self.assertAlmostEqual(float(found), float(expected), places=5)
+    self.assertGreater(abs(float(plain - found)), 1e-4)
+    self.assertLess(float(last), 1.5)
+    with self.assertRaisesRegex(ValueError, 'recipe.with_dense of its path, and sparse_training and'):
+      s24.bind(recipe, names['loss_fn'], params, variables, x)
 
   @pytest.mark.slow
   def test_loop_of_nnx(self):

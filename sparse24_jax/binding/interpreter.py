@@ -217,7 +217,10 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   name = equation.primitive.name
   if not any(value.mark for value in values) and len(equation.outvars) == 1 and name == 'custom_jvp_call':
     return [_put_off(equation, values)]
-  what = f'{name}, whose derivative is its own (of sparse24_jax.dot: give sparsify the recipe without its rule)'
+  what = (
+    f'{name}, whose derivative is its own (where sparse24_jax.dot reads the weight: give bind and sparsify'
+    ' recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe)'
+  )
   self.lose(values, what, _jax.source_of(equation))
   return self._rebound(equation, values)
 

@@ -50,10 +50,11 @@ def sparsify(
 
   What is run is traced, so any layer will do whose weights meet matmuls: weights `[in, out]` by the recipe itself,
   others by the one that `bind` returns. A matched weight that goes elsewhere is an error by its path. A weight that
-  your code gives to `sparse24_jax.dot` itself needs no rule here: give `sparsify` the recipe without its rule,
-  `sparse_training` and `sparse_variables` the whole recipe. In linen a matched layer cannot stand inside what changes
-  its variables (`nn.WeightNorm`, `nn.SpectralNorm`, an `nn.map_variables` that transposes). To export a model, or to
-  serve it without masks, give the plain model the weights of `project`.
+  your code gives to `sparse24_jax.dot` itself needs no rule here: give `sparsify` the recipe with it dense,
+  `recipe.with_dense(path)`, and `sparse_training` and `sparse_variables` the whole recipe. In linen a matched layer
+  cannot stand inside what changes its variables (`nn.WeightNorm`, an `nn.map_variables` that transposes, and, unless
+  its masks are transposable, `nn.SpectralNorm`). To export a model, or to serve it without masks, give the plain model
+  the weights of `project`.
 
   The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
   where they differ, a part of the recipe goes on or stops. A model and a function refuse the variables of the other
