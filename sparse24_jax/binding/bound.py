@@ -356,10 +356,17 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
       # Whole groups in front of it, in it and, of an inner axis, in each row of the axes around it.
       inner, start = math.prod(view.shape[a] for a in axes[i + 1 :]), view.offsets[axis]
       row = inner * view.shape[axis] if i else 0
-      if not isinstance(start, int):
-        return f'a part of axis {axis}, {size} entries from where only a run tells, may cut groups of {divisor}'
-      if any(n % divisor for n in (start * inner, size * inner, row)):
+      is_known = isinstance(start, int)
+      first = start if is_known else view.multiples[axis]
+      if not any(n % divisor for n in (first * inner, size * inner, row)):
+        continue
+      if is_known:
         return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
+      return (
+        f'a part of axis {axis}, {size} entries from where only a run tells, may cut groups of {divisor} (split the'
+        f' axis by a reshape into parts of a multiple of {divisor} entries, and take a part by its number, or scan over'
+        ' them)'
+      )
   return None
 
 

@@ -43,6 +43,7 @@ class View:
     axes: for each axis of the value the runs over the weight that it is made of, outermost first; none for an axis of
       length one, unless it is a shard.
     offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
+    multiples: for each axis a number of which that start is a multiple, traced or not.
     taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
     factors: what its entries were multiplied by.
     fill: a number, traced, that is one unless it was looked up at a place where there is no entry: NaN then, or zero.
@@ -54,6 +55,7 @@ class View:
   shape: tuple[int, ...]
   axes: tuple[tuple[Run, ...], ...]
   offsets: tuple[Any, ...]
+  multiples: tuple[int, ...]
   taken: tuple[int, ...] = ()
   factors: tuple[Factor, ...] = ()
   fill: Any = None
@@ -63,7 +65,7 @@ class View:
   @classmethod
   def whole(cls, path: str, shape: Sequence[int]) -> 'View':
     axes = tuple((Run(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
-    return cls(path, tuple(shape), axes, (0,) * len(shape))
+    return cls(path, tuple(shape), axes, (0,) * len(shape), (0,) * len(shape))
 
   @property
   def value_shape(self) -> tuple[int, ...]:
@@ -186,23 +188,24 @@ def _taken(view: View, place: int, start: Any, size: int, stride: int = 1) -> Vi
   if math.prod(run.size for run in runs) == size:
     return view
   if size == 1 and len(runs) > 1:  # an entry of joined axes is an entry of each
-    offsets = list(view.offsets)
     for run in reversed(runs):
       start, at = divmod(start, run.size)
-      offsets[run.axis] = offsets[run.axis] + at * run.stride
-    return _with(view, place, (), offsets)
-  if len(runs) != 1:
+      view = _from(view, run, at)
+    runs = ()
+  elif len(runs) != 1:
     return None
-  (run,) = runs
-  offsets = list(view.offsets)
+  else:
+    (run,) = runs
+    view, runs = _from(view, run, start), (Run(run.axis, run.stride * stride, size),) if size > 1 else ()
+  return dataclasses.replace(view, axes=(*view.axes[:place], runs, *view.axes[place + 1 :]))
+
+
+def _from(view: View, run: Run, start: Any) -> View:
+  """The view from another start of one of its runs."""
+  offsets, multiples = list(view.offsets), list(view.multiples)
   offsets[run.axis] = offsets[run.axis] + start * run.stride
-  return _with(view, place, (Run(run.axis, run.stride * stride, size),) if size > 1 else (), offsets)
-
-
-def _with(view: View, place: int, runs: tuple[Run, ...], offsets: Sequence[Any]) -> View:
-  return dataclasses.replace(
-    view, axes=(*view.axes[:place], runs, *view.axes[place + 1 :]), offsets=tuple(offsets)
-  )
+  multiples[run.axis] = math.gcd(multiples[run.axis], run.stride * (start if isinstance(start, int) else 1))
+  return dataclasses.replace(view, offsets=tuple(offsets), multiples=tuple(multiples))
 
 
 def _slice(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:

@@ -245,6 +245,11 @@ class BindTest(parameterized.TestCase):
     ('scanned_out', lambda w, x: x @ jax.lax.scan(lambda c, r: (c, -r), 0, w)[1], 'what a scan returns'),
     ('parts_by_one_function', _shared_parts, 'a part of axis 0, 8 entries from 2, cuts groups of 4'),
     ('experts', lambda w, x: jnp.einsum('td,edf->etf', x[:, :4], w.reshape(4, 4, 16)[:2]), '2 of 4 entries|in part'),
+    ('chunks_of_two', lambda w, x: jax.lax.scan(lambda c, e: (c, e[0] @ e[1]), 0, (x.reshape(-1, 8, 2).swapaxes(0, 1),
+                                                                                   w.reshape(8, 2, 16)))[1],
+     'may cut groups of 4 .split the axis by a reshape into parts of a multiple of 4'),
+    ('chunks_from_anywhere', lambda w, x: jax.lax.map(
+      lambda i: x[:, :8] @ jax.lax.dynamic_slice_in_dim(w, i, 8, 0), jnp.arange(3)), 'take a part by its number'),
     ('cut_groups', lambda w, x: x[:, :6] @ w[:6], 'a part of axis 0, 6 entries from 0, cuts groups of 4'),
   )
   def test_refuses(self, f, message):

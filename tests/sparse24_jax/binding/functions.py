@@ -66,6 +66,13 @@ def _ragged_in_layers(p, x):
   return jax.lax.scan(lambda x, w: (x + jax.lax.ragged_dot(x, w.astype(x.dtype), sizes), None), x, p['w'])[0]
 
 
+def _in_chunks(p, x):
+  """A hidden layer of four chunks, one after another, as memory is saved."""
+  up, down = p['up'].reshape(16, 4, 8), p['down'].reshape(4, 8, 16)
+  scanned = jax.lax.scan(lambda y, w: (y + jnp.tanh(x @ w[0]) @ w[1], None), x, (up.swapaxes(0, 1), down))[0]
+  return jax.lax.fori_loop(0, 4, lambda i, y: y + jnp.tanh(x @ up[:, i]) @ down[i], scanned)
+
+
 def _attention(p, x):
   q = jnp.einsum('td,dhk->thk', x, p['query'])
   return jnp.einsum('thk,hkd->td', jax.nn.relu(q), p['out'])
@@ -147,6 +154,7 @@ CASES = {
     _scan_over(2), {'up': (16, 32, 3), 'down': (32, 16, 3)}, (8, 16), dict.fromkeys(MLP, 'stacked 2, in 0, out 1')
   ),
   'loop_by_index': Case(_loop_by_index, STACKED, (8, 16), dict.fromkeys(MLP, 'stacked 0, in 1, out 2')),
+  'in_chunks': Case(_in_chunks, MLP, (8, 16), dict.fromkeys(MLP, IN_OUT)),
   'out_in': Case(lambda p, x: x @ p['w'].T, {'w': (8, 16)}, (4, 16), {'w': 'in 1, out 0'}),
   'weight_on_the_left': Case(lambda p, x: p['w'] @ x, {'w': (8, 16)}, (16, 4), {'w': 'in 1, out 0'}),
   'fused_qkv': Case(_fused_qkv, {'qkv': (16, 24)}, (4, 16), {'qkv': IN_OUT}),
