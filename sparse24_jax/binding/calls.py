@@ -52,10 +52,7 @@ def _carried(values: Sequence[Value]) -> list[Any]:
 
 def _marked(values: Sequence[Value], arrays: Sequence[Any], carried: Sequence[Any]) -> list[Value]:
   """The values on the other side of a call: the same marks, other arrays."""
-  return [
-    Value(a, v.mark, state, unscaled, norms=v.norms)
-    for v, a, (state, unscaled) in zip(values, arrays, carried, strict=True)
-  ]
+  return [Value(a, v.mark, *held) for v, a, held in zip(values, arrays, carried, strict=True)]
 
 
 def inlined(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
@@ -74,7 +71,7 @@ def _constrained(value: Value, sharding: Any) -> Value:
   array, unscaled = (
     None if a is None else jax.lax.with_sharding_constraint(a, sharding) for a in (value.array, value.unscaled)
   )
-  return Value(array, value.mark, value.state, unscaled, norms=value.norms)
+  return Value(array, value.mark, value.state, unscaled)
 
 
 def checkpoint(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
@@ -119,7 +116,7 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   def step(carry: list[Any], x: tuple) -> tuple[list[Any], list[Any]]:
     key, arrays, unscaled, states, i = x
     kept = [
-      Value(a, v.mark, v.state, v.unscaled, norms=v.norms) if same else Value(a, norms=v.norms)
+      Value(a, v.mark, v.state, v.unscaled) if same else Value(a)
       for a, v, same in zip(carry, carried, handed_on, strict=True)
     ]
     views = [outer.view.entry(i) if view is None and outer.view else view
@@ -127,7 +124,7 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
     slices = [
       Value(
         a, view, outer.state if view is not None and view.taken == outer.mark.taken else state,
-        None if view is None else u, norms=outer.norms,
+        None if view is None else u,
       )
       for a, view, state, u, outer in zip(arrays, views, states, unscaled, scanned, strict=True)
     ]  # fmt: skip

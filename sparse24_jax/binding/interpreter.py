@@ -54,7 +54,7 @@ class _Interpreter(calls.Interpreter):
           out[0].repeated = values[0].array if number is None else number, equation.params['broadcast_dimensions']
         elif name in ('pvary', 'pcast') and not jnp.ndim(values[0].array):
           out[0].repeated = values[0].array, ()
-      return _with_norms(out, values)
+      return out
     if name in _INSIDE:
       if name in ('jit', 'custom_jvp_call'):
         return _INSIDE[name](self, equation, values)
@@ -62,8 +62,7 @@ class _Interpreter(calls.Interpreter):
         self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
       for value in values:
         _ = value.array  # what was put off outside is made outside
-      read = frozenset(value.mark.path for value in values if value.mark is not None)
-      return _with_norms(_INSIDE[name](self, equation, values), values, read)
+      return _INSIDE[name](self, equation, values)
     if name in ('dot_general', 'ragged_dot_general'):
       return self._matmul(equation, values, name)
     if values[0].waits and (parts := Part.of(equation, values[0])):
@@ -96,7 +95,7 @@ class _Interpreter(calls.Interpreter):
     out = [Value(array) for array in _jax.rebind(equation, arrays)]
     marks = [value.mark for value in values]
     if not any(marks):
-      return _with_norms(out, values)
+      return out
     if name in _EACH_AS_IT_IS:
       for one, value in zip(out, values, strict=True):
         one.mark, one.state = value.mark, value.state
@@ -104,7 +103,7 @@ class _Interpreter(calls.Interpreter):
         stored = _jax.rebind(equation, [value.stored for value in values])
         for one, value, unscaled in zip(out, values, stored, strict=True):
           one.unscaled = None if value.unscaled is None else unscaled
-      return _with_norms(out, values)
+      return out
     views = follow(equation, arrays, [mark if isinstance(mark, View) else None for mark in marks])
     if views is not None:
       for value, view in zip(out, views, strict=True):
@@ -129,19 +128,10 @@ class _Interpreter(calls.Interpreter):
       # A norm reads the weight alone. What reads it with something else may be a matmul by another name.
       for each in {mark.path: mark for mark in marks if mark is not None}.values():
         self.reader.lost(each, name, source)
-    return _with_norms(out, values, frozenset(mark.path for mark in marks if mark is not None))
+    return out
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-    return _with_norms([Value(array) for array in _jax.rebind(equation, [v.array for v in values])], values)
-
-
-def _with_norms(out: list[Value], values: Sequence[Value], read: frozenset[str] = frozenset()) -> list[Value]:
-  """The results of an equation, with the weights that went into its arguments by norms, and those that it `read`."""
-  norms = read.union(*(value.norms for value in values if value.norms))
-  if norms:
-    for value in out:
-      value.norms |= norms
-  return out
+    return [Value(array) for array in _jax.rebind(equation, [v.array for v in values])]
 
 
 def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
@@ -156,8 +146,7 @@ def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
     factor = factor_along(view, jnp.float32(-1), ())
   else:
     other = values[1 - side]
-    # What the weight itself tells would be told by the sparse one: weight normalisation, say.
-    if other.mark is not None or view.path in other.norms:
+    if other.mark is not None:
       return None
     array, places = other.repeated or (other.array, tuple(range(jnp.ndim(other.array))))
     kept = [i for i, size in enumerate(jnp.shape(array)) if size > 1]

@@ -7,6 +7,7 @@ from jax import Array
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import Altered
+from sparse24_jax.binding.beside import look_beside
 from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.keys import Keys
@@ -56,7 +57,7 @@ class Notes:
       try:
         known.append((found, read(found)))
       except UnreadableError as problem:
-        self._problem(path, f'{found.equation.primitive.name} at {source}: {problem}')
+        self.problem(path, f'{found.equation.primitive.name} at {source}: {problem}')
     (out,) = _jax.rebind(found.equation, [value.array for value in found.arguments])
     return out.astype(found.dtype) if found.rounded else out
 
@@ -91,9 +92,10 @@ class Notes:
     self.reasons |= {(found.view.path, id(found.origin)): reason for found in maps}
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
-    self._problem(mark.path, how_lost(mark, by, source))
+    self.problem(mark.path, how_lost(mark, by, source))
 
-  def _problem(self, path: str, text: str) -> None:
+  def problem(self, path: str, text: str) -> None:
+    """What is wrong with a weight."""
     known = self.problems.setdefault(path, [])
     if text not in known:
       known.append(text)
@@ -113,4 +115,7 @@ def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
     return [value.array for value in values]
 
   jax.eval_shape(interpreted, traced.leaves)
+  for path, texts in look_beside(traced, rules).items():
+    for text in texts:
+      notes.problem(path, text)
   return notes

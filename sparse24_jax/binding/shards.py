@@ -47,7 +47,7 @@ def shard_map(self: Interpreter, equation: Any, values: list[Value]) -> list[Val
     inside = [
       Value(
         a, value.mark if view is None else view, None if view is None else _local_state(state, view, self),
-        u, norms=value.norms,
+        u,
       )
       for a, u, state, view, value in zip(arrays, unscaled, states, inner, values, strict=True)
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import Altered
+from sparse24_jax.binding.beside import look_beside
 from sparse24_jax.binding.blocks import by_itself, PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
@@ -203,6 +204,8 @@ def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
   """The recipe as it is bound, or by what is run now; masks that were chosen before a model was seen are along -2."""
   if isinstance(recipe, Bound):
     match_rules(params, recipe)
+    for path, texts in look_beside(traced, {weight.path: weight.rule for weight in recipe.weights}).items():
+      raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
     return recipe
   bound = bind_traced(recipe, params, traced, all_read=False)
   for weight in bound.weights:

@@ -27,7 +27,6 @@ class Value:
     unscaled: of a view with factors the entries of the weight without them.
     row: a vector along the last axis that this repeats, as the bias of a layer does.
     repeated: the array that a broadcast made it of, and the axes of this that are those of the array.
-    norms: paths of the weights that it was summed up from, a norm say, by whatever came between.
     made_by: how to make it, of a value that was put off: a matmul that may be part of a block, or what follows it.
   """
 
@@ -37,7 +36,6 @@ class Value:
   unscaled: Any = None
   row: Any = None
   repeated: tuple[Any, tuple[int, ...]] | None = None
-  norms: frozenset[str] = frozenset()
   made_by: 'Matmul | Part | Elementwise | None' = None
 
   @property

@@ -314,3 +314,5 @@ _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | l
   'transpose': _transpose,
   'unstack': _unstack,
 }  # fmt: skip
+# Primitives whose results may be views of what they are given.
+FOLLOWED = frozenset(_RULES)

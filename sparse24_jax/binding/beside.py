@@ -1,0 +1,185 @@
+"""What the matmuls of a function do not tell of its weights: where sums over them go.
+
+A matmul reads the projected weight. A sum over the weight, a norm say, is of the dense one: right in a penalty, which
+is added to the loss, and wrong in what the model computes, as its exported weights give another sum.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import functools
+from typing import Any, NamedTuple
+
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.altered import ENTRY_BY_ENTRY
+from sparse24_jax.binding.tracing import Traced
+from sparse24_jax.binding.view import FOLLOWED
+from sparse24_jax.recipe import Rule
+
+
+class Mark(NamedTuple):
+  """What is in a value.
+
+  Attributes:
+    weights: paths of those whose entries it holds, changed or not.
+    sums: paths of weights that were summed up, and where.
+    after: whether the result of a matmul is in it.
+    added: the operation that added sums to entries of such a result, or ''.
+  """
+
+  weights: frozenset[str] = frozenset()
+  sums: frozenset[tuple[str, str]] = frozenset()
+  after: bool = False
+  added: str = ''
+
+
+_NONE = Mark()
+_MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
+# What holds the entries of its operands.
+_ENTRIES = ENTRY_BY_ENTRY | FOLLOWED | {'concatenate', 'pad', 'real', 'rev', 'stack'}
+_ADDS = ('add', 'add_any', 'sub')
+_JOINS = ('concatenate', 'stack')
+# What a sum of terms goes through as each term does.
+_LINEAR = FOLLOWED | {*_ADDS, *_JOINS, 'cumsum', 'mul', 'neg', 'pad', 'psum', 'reduce_sum', 'rev'}
+
+
+def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> dict[str, list[str]]:
+  """What is wrong with weights that are projected, by path: their sums are followed through a function."""
+  paths, walk = {path for path, rule in rules.items() if rule.policy.projection is not None}, _Walk({})
+  marks = [Mark(frozenset(paths & {path})) for path in traced.paths]
+  marks += [_NONE] * (len(traced.leaves) - len(marks))
+  for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, marks), strict=True):
+    if mark.added and variable.aval.ndim:
+      walk.report(mark.sums, mark.added)
+  return walk.problems
+
+
+class _Walk(NamedTuple):
+  problems: dict[str, list[str]]
+
+  def report(self, sums: Iterable[tuple[str, str]], by: str) -> None:
+    """What a model computes has sums over weights in it, by some operation."""
+    for path, source in sorted(sums):
+      _tell(
+        self.problems, path, f'{source} reads it as it is stored, dense, and {by} puts what comes of it into what the'
+        ' model computes, where the projected weight would give something else (a penalty: add it to the scalar loss;'
+        ' a norm of the weight: a parameter of its own in its place)'
+      )  # fmt: skip
+
+  def through(self, jaxpr: Any, marks: Sequence[Mark]) -> list[Mark]:
+    known: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
+
+    def read(atom: Any) -> Mark:
+      return _NONE if _jax.is_literal(atom) else known.get(atom, _NONE)
+
+    for equation in jaxpr.eqns:
+      known.update(zip(equation.outvars, self._equation(equation, [read(a) for a in equation.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+  def _equation(self, equation: Any, given: list[Mark]) -> Sequence[Mark]:
+    name, params = _jax.name_of(equation), equation.params
+    if name == 'scan':
+      constants, carried, scanned = _jax.scan_parts(params, given)
+      return self._loop(equation, params['jaxpr'], constants, carried, scanned)
+    if name == 'while':
+      n, m = params['cond_nconsts'], params['body_nconsts']
+      out = self._loop(equation, params['body_jaxpr'], given[n : n + m], given[n + m :], ())
+      (test,) = self._inside(equation, params['cond_jaxpr'], [*given[:n], *out])
+      return self._chosen(equation, test, out)
+    if name == 'cond':
+      branches = [self._inside(equation, branch, given[1:]) for branch in params['branches']]
+      return self._chosen(equation, given[0], [_union(marks) for marks in zip(*branches, strict=True)])
+    inner = next((params[key] for key in ('jaxpr', 'call_jaxpr') if key in params), None)
+    if inner is not None and len(_jax.open_jaxpr(inner)[0].invars) == len(given):
+      return self._inside(equation, inner, given)
+    if name in _MATMULS:
+      return [self._matmul(equation, given[:2], name)]
+    if name == 'optimization_barrier':
+      return given
+    found = _union(given)
+    if name == 'is_finite':  # it says the same of the sparse weight
+      found = Mark(after=found.after)
+    if found.weights:
+      found = self._of_weights(equation, found, name)
+    if not found.weights:
+      found = self._met(equation, given, found, name)
+    return [found] * len(equation.outvars)
+
+  def _inside(self, equation: Any, jaxpr: Any, given: Sequence[Mark]) -> list[Mark]:
+    with _jax.inside(equation):
+      return self.through(_jax.open_jaxpr(jaxpr)[0], given)
+
+  def _loop(
+    self, equation: Any, body: Any, constants: Sequence[Mark], carried: Sequence[Mark], scanned: Sequence[Mark]
+  ) -> list[Mark]:
+    """What a body makes of what is carried once that has all that goes round."""
+    while True:
+      out = self._inside(equation, body, [*constants, *carried, *scanned])
+      grown = [_union(pair) for pair in zip(carried, out, strict=False)]
+      if grown == list(carried):
+        return [*grown, *out[len(grown) :]]
+      carried = grown
+
+  def _chosen(self, equation: Any, index: Mark, out: Sequence[Mark]) -> list[Mark]:
+    """The results of what an index or a test chooses."""
+    index = index._replace(weights=frozenset(), sums=index.sums | self._summed(equation, index))
+    given = [(mark, index) for mark in out]
+    return [
+      self._met(equation, pair, _union(pair), 'cond', variable)
+      for pair, variable in zip(given, equation.outvars, strict=True)
+    ]
+
+  def _summed(self, equation: Any, mark: Mark) -> frozenset[tuple[str, str]]:
+    return frozenset((path, f'{_jax.name_of(equation)} at {_jax.source_of(equation)}') for path in mark.weights)
+
+  def _of_weights(self, equation: Any, found: Mark, name: str) -> Mark:
+    """What an equation makes of the entries of weights: others, or a sum over them."""
+    if name in _ENTRIES:
+      if found.after and not found.added:
+        found = found._replace(added=f'{name} at {_jax.source_of(equation)}')
+      return found
+    return found._replace(weights=frozenset(), sums=found.sums | self._summed(equation, found))
+
+  def _met(self, equation: Any, given: Sequence[Mark], found: Mark, name: str, variable: Any = None) -> Mark:
+    """The result of an equation in which sums may meet what matmuls make; a scalar of both goes into a loss."""
+    if not getattr((variable or equation.outvars[0]).aval, 'ndim', 0):
+      return found._replace(added='')
+    held = [mark.sums or mark.after for mark in given]
+    if not (found.sums and found.after):
+      return found
+    by = f'{_jax.name_of(equation)} at {_jax.source_of(equation)}'
+    if sum(map(bool, held)) > 1:
+      if name in _ADDS:
+        return found._replace(added=found.added or by)
+      fine = name in _JOINS
+    else:
+      fine = not found.added or name in _LINEAR or (name in ('div', 'select_n') and bool(held[0]) == (name == 'div'))
+    if fine:
+      return found
+    self.report(found.sums, found.added or by)
+    return found._replace(sums=frozenset(), added='')
+
+  def _matmul(self, equation: Any, operands: Sequence[Mark], name: str) -> Mark:
+    sums, is_scalar = _union(operands).sums, not equation.outvars[0].aval.ndim
+    if sums and all(mark.sums and not mark.after for mark in operands):
+      return Mark(sums=sums)
+    if sums and not is_scalar:
+      self.report(sums, f'{name} at {_jax.source_of(equation)}')
+      sums = frozenset()
+    return Mark(sums=sums, after=not is_scalar or any(mark.after for mark in operands))
+
+
+def _tell(found: dict[str, list[str]], path: str, text: str) -> None:
+  known = found.setdefault(path, [])
+  if text not in known:
+    known.append(text)
+
+
+def _union(marks: Iterable[Mark]) -> Mark:
+  """All that is in some values."""
+  marks = [mark for mark in marks if mark != _NONE]
+  if len(marks) < 2:
+    return marks[0] if marks else _NONE
+  return Mark(*(functools.reduce(_either, each) for each in zip(*marks, strict=True)))
+
+
+def _either(a: Any, b: Any) -> Any:
+  return a or b if isinstance(a, str) else a | b

@@ -1,0 +1,118 @@
+"""Sums over weights beside their matmuls: right in a penalty, refused in what a model computes."""
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+STE = s24.recipes.ste('w')
+
+
+def _squares(w):
+  return jnp.sum(w**2)
+
+
+def _loss(y):
+  return jnp.mean(y**2)
+
+
+def _layers(w):
+  """Two layers in one weight."""
+  return w.reshape(16, 2, 16).swapaxes(0, 1)
+
+
+def _normalised_layers(w, x):
+  return jax.lax.scan(lambda x, w: (x @ w / jnp.linalg.norm(w), None), x, _layers(w))[0]
+
+
+def _carried_norm(w, x):
+  step = lambda c, w: ((c[0] @ w * c[1], jnp.linalg.norm(w)), None)  # noqa: E731
+  return jax.lax.scan(step, (x, jnp.float32(1)), _layers(w))[0][0]
+
+
+def _penalty_of_layers(w, x):
+  """Layers whose norms are summed up on the way, with a metric of each."""
+  def layer(carry, w):
+    x, penalty = carry
+    y = jnp.tanh(x @ w)
+    return (y, penalty + _squares(w)), {'norm': jnp.sqrt(_squares(w)), 'gain': _loss(y) / _squares(w)}
+
+  (y, penalty), metrics = jax.lax.scan(jax.checkpoint(layer), (x, 0.0), _layers(w))
+  return _loss(y) + 0.1 * penalty, metrics
+
+
+class SumsTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('weight_norm', lambda w, x: x @ w * (2 / jnp.linalg.norm(w, axis=0, keepdims=True)), 'reduce_sum', 'mul'),
+    ('detached', lambda w, x: x @ w / jax.lax.stop_gradient(jnp.linalg.norm(w, 2, 0, True)), 'reduce_sum', 'div'),
+    ('one_number', lambda w, x: x @ w / jnp.linalg.norm(w), 'reduce_sum', 'div'),
+    ('largest', lambda w, x: x @ w / jnp.abs(w).max(), 'reduce_max', 'div'),
+    ('standardised', lambda w, x: x @ w - x[:, :1] * w.mean(0, keepdims=True), 'reduce_sum', 'sub'),
+    ('loss_of_standardised', lambda w, x: _loss(x @ w - x[:, :1] * w.mean(0, keepdims=True)), 'reduce_sum', 'sub'),
+    ('bias', lambda w, x: _loss(jax.nn.relu(x @ w + w.mean())), 'reduce_sum', 'add'),
+    ('in_front', lambda w, x: (x / jnp.linalg.norm(w)) @ w, 'reduce_sum', 'dot_general'),
+    ('normalised', lambda w, x: x @ (w / jnp.abs(w).max()), 'reduce_max', 'dot_general'),
+    ('normalised_in_a_loop', lambda w, x: jax.lax.map(lambda r: x @ (w * r), jnp.abs(w).max(0)), 'reduce_max', 'dot'),
+    ('norm_of_scaled', lambda w, x: x @ (w / jnp.sqrt(jnp.sum((w * 2) ** 2))), 'reduce_sum', 'dot_general'),
+    ('layers', _normalised_layers, 'reduce_sum', 'div'),
+    ('the_layer_before', _carried_norm, 'reduce_sum', 'mul'),
+    ('branch', lambda w, x: jax.lax.cond(_squares(w) > 1, lambda y: y, lambda y: 2 * y, x @ w), 'reduce_sum', 'cond'),
+    ('where', lambda w, x: jnp.where(w.max() > 1, x @ w, 0), 'reduce_max', 'select_n'),
+    ('feature', lambda w, x: jnp.concatenate([x @ w, jnp.full((4, 1), w.max())], 1) @ jnp.ones((33, 2)), 'reduce_max',
+     'dot_general'),
+  )  # fmt: skip
+  def test_refuses_what_a_model_computes_with(self, f, summed, by):
+    message = rf"^w of shape .*: {summed} at .* dense, and {by}\w* at .* puts .*with_dense\('w'\)$"
+    with self.assertRaisesRegex(ValueError, message):
+      s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+
+  @parameterized.named_parameters(
+    ('squares', lambda w, x: _loss(x @ w) + 0.1 * _squares(w)),
+    ('norm', lambda w, x: _loss(x @ w) + 0.1 * jnp.linalg.norm(w)),
+    ('groups', lambda w, x: _loss(x @ w) + jnp.sum(jnp.sqrt(jnp.sum(w**2, 0) + 1e-6))),
+    ('traced_factors', lambda w, x: _loss(x @ w) + x[0, 0] * jnp.minimum(x[0, 1] / 100, 1) * _squares(w)),
+    ('factors_of_groups', lambda w, x: _loss(x @ w) + x[0] @ jnp.sum(w**2, 1)),
+    ('each_example', lambda w, x: jnp.mean(jax.vmap(lambda x: _loss(x @ w) + 0.1 * _squares(w))(x))),
+    ('masked_examples', lambda w, x: jnp.sum(jnp.where(x[:, 0] > 0, jnp.sum(x @ w, 1) + _squares(w), 0) / 3)),
+    ('micro_batches', lambda w, x: jnp.mean(jax.lax.map(lambda x: _loss(x @ w) + _squares(w), x[:, None]) * x[:, 0])),
+    ('losses', lambda w, x: jnp.stack([_loss(x @ w), _squares(w)]) @ jnp.array([1, 0.1])),
+    ('models', lambda w, x: jnp.sum(jax.vmap(lambda w: _loss(x @ w) + _squares(w))(_layers(w)))),
+    ('perplexity', lambda w, x: jnp.exp(_loss(x @ w) + _squares(w))),
+    ('layers', _penalty_of_layers),
+    ('metrics', lambda w, x: (_loss(x @ w), jnp.linalg.norm(w, axis=0), _loss(x @ w) / jnp.linalg.norm(w))),
+    ('guard', lambda w, x: x @ w * jnp.where(jnp.all(jnp.isfinite(w)), 1.0, jnp.nan)),
+  )  # fmt: skip
+  def test_a_penalty_or_a_metric_reads_the_weight_as_it_is(self, f):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 32), (4, 16)))
+    bound = s24.bind(STE, lambda p, x: f(p['w'], x), {'w': w}, x)
+    self.assertEqual([weight.path for weight in bound.weights], ['w'])
+
+  def test_a_penalty_is_of_the_dense_weight(self):
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
+    f = lambda p, x: jnp.sum(x @ p['w']) + _squares(p['w'])  # noqa: E731
+    bound = s24.bind(STE, f, {'w': w}, jnp.zeros((4, 16)))
+    variables = s24.sparse_variables({'w': w}, s24.sparse_training(optax.sgd(0.1), bound).init({'w': w}), bound)
+    loss = s24.sparsify(f, bound)({'w': w}, variables, None, jnp.zeros((4, 16)))
+    np.testing.assert_allclose(loss, np.sum(np.square(w, dtype=np.float64)), rtol=1e-5)
+
+  def test_another_function_than_the_bound_one(self):
+    params, x = {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
+    bound = s24.bind(STE, lambda p, x: x @ p['w'], params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    other = s24.sparsify(lambda p, x: x @ p['w'] / jnp.linalg.norm(p['w']), bound)
+    with self.assertRaisesRegex(ValueError, r'^w: reduce_sum at .* dense, and div at .*Bind the recipe to what is run'):
+      other(params, variables, None, x)
+
+  def test_a_weight_in_fp8_without_a_projection_has_its_own_norm(self):
+    fp8 = s24.Recipe('fp8', (s24.Rule('w', s24.DotPolicy(precision='fp8')),))
+    f = lambda p, x: x @ p['w'] / jnp.linalg.norm(p['w'])  # noqa: E731
+    self.assertLen(s24.bind(fp8, f, {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))).weights, 1)
+
+
+if __name__ == '__main__':
+  absltest.main()
