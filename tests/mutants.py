@@ -341,6 +341,8 @@ MUTANTS = _of(
    'key=lambda each: 0', 'binding/pairs_test.py', 'is_found'),
   ('no norm of the dense weight is in what a sparse model computes', 'binding/beside.py', 'fine = name in _JOINS',
    'fine = True', 'binding/beside_test.py', 'model_computes'),
+  ('a matmul written as a sum is no penalty', 'binding/beside.py', 'if is_other and (', 'if False and (',
+   'binding/beside_test.py', 'another_name'),
   ('sums over weights are followed round a loop', 'binding/beside.py', 'if grown == list(carried):', 'if True:',
    'binding/beside_test.py', 'model_computes'),
   ('what stands in no block says why', 'binding/interpreter.py', '    found.matmuls.apart(block.maps, block.reason)',

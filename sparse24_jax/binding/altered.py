@@ -10,13 +10,11 @@ class Altered(NamedTuple):
     path: of the weight.
     by: the primitive that made it.
     source: the line of the model.
-    mixed: whether something else than numbers went in as well, activations say.
   """
 
   path: str
   by: str
   source: str
-  mixed: bool = False
 
 
 # Primitives whose result has an entry for each entry of the weight.
@@ -29,5 +27,5 @@ ENTRY_BY_ENTRY = frozenset((
 
 
 def harmless(by: str) -> bool:
-  """Whether a primitive may read a weight besides the matmuls that are sparse: a norm, say."""
+  """Whether a primitive may read a weight besides the matmuls that are sparse: a norm, say. `beside` tells."""
   return by.startswith(('reduce', 'arg'))

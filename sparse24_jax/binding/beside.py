@@ -6,7 +6,11 @@ is added to the loss, and wrong in what the model computes, as its exported weig
 
 from collections.abc import Iterable, Mapping, Sequence
 import functools
+import math
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import ENTRY_BY_ENTRY
@@ -23,12 +27,18 @@ class Mark(NamedTuple):
     sums: paths of weights that were summed up, and where.
     after: whether the result of a matmul is in it.
     added: the operation that added sums to entries of such a result, or ''.
+    arrays: whether any arrays are in it that are no weights: inputs, other parameters or constants.
+    repeated: whether it repeats an array.
+    by_hand: the operation that combined weights with arrays of another shape, as in a matmul by another name, or ''.
   """
 
   weights: frozenset[str] = frozenset()
   sums: frozenset[tuple[str, str]] = frozenset()
   after: bool = False
   added: str = ''
+  arrays: bool = False
+  repeated: bool = False
+  by_hand: str = ''
 
 
 _NONE = Mark()
@@ -42,11 +52,14 @@ _LINEAR = FOLLOWED | {*_ADDS, *_JOINS, 'cumsum', 'mul', 'neg', 'pad', 'psum', 'r
 
 
 def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> dict[str, list[str]]:
-  """What is wrong with weights that are projected, by path: their sums are followed through a function."""
-  paths, walk = {path for path, rule in rules.items() if rule.policy.projection is not None}, _Walk({})
-  marks = [Mark(frozenset(paths & {path})) for path in traced.paths]
-  marks += [_NONE] * (len(traced.leaves) - len(marks))
-  for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, marks), strict=True):
+  """What is wrong with weights, by path: their sums are followed through a function."""
+  walk = _Walk({}, frozenset(path for path, rule in rules.items() if rule.policy.projection is not None))
+  marks = []
+  for i, leaf in enumerate(traced.leaves):
+    path = traced.paths[i] if i < len(traced.paths) else None
+    is_array = jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    marks.append(Mark(frozenset((path,))) if path in rules else Mark(arrays=is_array))
+  for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, traced.constants, marks), strict=True):
     if mark.added and variable.aval.ndim:
       walk.report(mark.sums, mark.added)
   return walk.problems
@@ -54,21 +67,23 @@ def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> dict[str, list[str
 
 class _Walk(NamedTuple):
   problems: dict[str, list[str]]
+  projected: frozenset[str]
 
   def report(self, sums: Iterable[tuple[str, str]], by: str) -> None:
     """What a model computes has sums over weights in it, by some operation."""
-    for path, source in sorted(sums):
+    for path, source in sorted(each for each in sums if each[0] in self.projected):
       _tell(
         self.problems, path, f'{source} reads it as it is stored, dense, and {by} puts what comes of it into what the'
         ' model computes, where the projected weight would give something else (a penalty: add it to the scalar loss;'
         ' a norm of the weight: a parameter of its own in its place)'
       )  # fmt: skip
 
-  def through(self, jaxpr: Any, marks: Sequence[Mark]) -> list[Mark]:
-    known: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
+  def through(self, jaxpr: Any, constants: Sequence[Any], marks: Sequence[Mark]) -> list[Mark]:
+    known: dict[Any, Mark] = {v: Mark(arrays=jnp.size(c) > 1) for v, c in zip(jaxpr.constvars, constants, strict=True)}
+    known.update(zip(jaxpr.invars, marks, strict=True))
 
     def read(atom: Any) -> Mark:
-      return _NONE if _jax.is_literal(atom) else known.get(atom, _NONE)
+      return _NONE if _jax.is_literal(atom) else known[atom]
 
     for equation in jaxpr.eqns:
       known.update(zip(equation.outvars, self._equation(equation, [read(a) for a in equation.invars]), strict=True))
@@ -96,16 +111,18 @@ class _Walk(NamedTuple):
       return given
     found = _union(given)
     if name == 'is_finite':  # it says the same of the sparse weight
-      found = Mark(after=found.after)
+      found = Mark(after=found.after, arrays=found.arrays)
     if found.weights:
-      found = self._of_weights(equation, found, name)
+      found = self._of_weights(equation, given, found, name)
     if not found.weights:
       found = self._met(equation, given, found, name)
+    if name == 'broadcast_in_dim':
+      found = found._replace(repeated=found.repeated or 1 < _size(equation.invars[0]) < _size(equation.outvars[0]))
     return [found] * len(equation.outvars)
 
   def _inside(self, equation: Any, jaxpr: Any, given: Sequence[Mark]) -> list[Mark]:
     with _jax.inside(equation):
-      return self.through(_jax.open_jaxpr(jaxpr)[0], given)
+      return self.through(*_jax.open_jaxpr(jaxpr), given)
 
   def _loop(
     self, equation: Any, body: Any, constants: Sequence[Mark], carried: Sequence[Mark], scanned: Sequence[Mark]
@@ -130,13 +147,23 @@ class _Walk(NamedTuple):
   def _summed(self, equation: Any, mark: Mark) -> frozenset[tuple[str, str]]:
     return frozenset((path, f'{_jax.name_of(equation)} at {_jax.source_of(equation)}') for path in mark.weights)
 
-  def _of_weights(self, equation: Any, found: Mark, name: str) -> Mark:
+  def _of_weights(self, equation: Any, given: Sequence[Mark], found: Mark, name: str) -> Mark:
     """What an equation makes of the entries of weights: others, or a sum over them."""
     if name in _ENTRIES:
+      sizes, out = [_size(atom) for atom in equation.invars], _size(equation.outvars[0])
+      repeats = any(size < out for mark, size in zip(given, sizes, strict=True) if mark.weights)
+      for mark, size in zip(given, sizes, strict=True):
+        is_other = mark.arrays and not mark.weights and size > 1
+        # A factor along an axis of a weight may be one of the matmul.
+        if is_other and (repeats or (name not in ('mul', 'div') and (size < out or mark.repeated))):
+          found = found._replace(by_hand=found.by_hand or f'{name} at {_jax.source_of(equation)}')
       if found.after and not found.added:
         found = found._replace(added=f'{name} at {_jax.source_of(equation)}')
       return found
-    return found._replace(weights=frozenset(), sums=found.sums | self._summed(equation, found))
+    if found.by_hand:
+      for path in found.weights:
+        _tell(self.problems, path, f'{found.by_hand}, then {name} at {_jax.source_of(equation)}')
+    return found._replace(weights=frozenset(), sums=found.sums | self._summed(equation, found), by_hand='')
 
   def _met(self, equation: Any, given: Sequence[Mark], found: Mark, name: str, variable: Any = None) -> Mark:
     """The result of an equation in which sums may meet what matmuls make; a scalar of both goes into a loss."""
@@ -158,19 +185,27 @@ class _Walk(NamedTuple):
     return found._replace(sums=frozenset(), added='')
 
   def _matmul(self, equation: Any, operands: Sequence[Mark], name: str) -> Mark:
-    sums, is_scalar = _union(operands).sums, not equation.outvars[0].aval.ndim
-    if sums and all(mark.sums and not mark.after for mark in operands):
-      return Mark(sums=sums)
+    found, source, is_scalar = _union(operands), _jax.source_of(equation), not equation.outvars[0].aval.ndim
+    sums, alone = found.sums, not (found.arrays or found.after)
+    if all(mark.weights for mark in operands):
+      for path in found.weights - (self.projected if alone else frozenset()):
+        _tell(self.problems, path, f'{name} at {source} multiplies it by itself')
+    if alone and all(mark.weights or mark.sums for mark in operands):  # in a penalty
+      return Mark(sums=sums | self._summed(equation, found))
     if sums and not is_scalar:
-      self.report(sums, f'{name} at {_jax.source_of(equation)}')
+      self.report(sums, f'{name} at {source}')
       sums = frozenset()
-    return Mark(sums=sums, after=not is_scalar or any(mark.after for mark in operands))
+    return Mark(sums=sums, after=found.after or not is_scalar, arrays=True)
 
 
 def _tell(found: dict[str, list[str]], path: str, text: str) -> None:
   known = found.setdefault(path, [])
   if text not in known:
     known.append(text)
+
+
+def _size(atom: Any) -> int:
+  return math.prod(getattr(atom.aval, 'shape', ()))
 
 
 def _union(marks: Iterable[Mark]) -> Mark:

@@ -75,6 +75,9 @@ class _Interpreter(calls.Interpreter):
 
   def _matmul(self, equation: Any, values: list[Value], name: str) -> list[Value]:
     marked = [side for side, value in enumerate(values[:2]) if value.view is not None]
+    if len({value.mark and value.mark.path for value in values}) == 1:
+      # Of a weight with itself it is a sum over that weight, as for a penalty.
+      return self._rebound(equation, values)
     for value in values:
       if isinstance(value.mark, Altered):
         self.reader.lost(value.mark, name, _jax.source_of(equation))
@@ -119,13 +122,10 @@ class _Interpreter(calls.Interpreter):
       return out
     mark = next(mark for mark in marks if mark is not None)
     source = _jax.source_of(equation)
-    mixed = any(value.mark is None and value.array.ndim for value in values)
     if name in ENTRY_BY_ENTRY:
-      altered = mark if isinstance(mark, Altered) else Altered(mark.path, name, source)
       for value in out:
-        value.mark = altered._replace(mixed=altered.mixed or mixed)
-    elif not harmless(name) or (isinstance(mark, Altered) and mark.mixed):
-      # A norm reads the weight alone. What reads it with something else may be a matmul by another name.
+        value.mark = mark if isinstance(mark, Altered) else Altered(mark.path, name, source)
+    elif not harmless(name):
       for each in {mark.path: mark for mark in marks if mark is not None}.values():
         self.reader.lost(each, name, source)
     return out

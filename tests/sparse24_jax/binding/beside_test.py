@@ -64,6 +64,7 @@ class SumsTest(parameterized.TestCase):
     ('where', lambda w, x: jnp.where(w.max() > 1, x @ w, 0), 'reduce_max', 'select_n'),
     ('feature', lambda w, x: jnp.concatenate([x @ w, jnp.full((4, 1), w.max())], 1) @ jnp.ones((33, 2)), 'reduce_max',
      'dot_general'),
+    ('product_with_itself', lambda w, x: x @ (w @ w.T) @ w, 'dot_general', 'dot_general'),
   )  # fmt: skip
   def test_refuses_what_a_model_computes_with(self, f, summed, by):
     message = rf"^w of shape .*: {summed} at .* dense, and {by}\w* at .* puts .*with_dense\('w'\)$"
@@ -84,6 +85,12 @@ class SumsTest(parameterized.TestCase):
     ('perplexity', lambda w, x: jnp.exp(_loss(x @ w) + _squares(w))),
     ('layers', _penalty_of_layers),
     ('metrics', lambda w, x: (_loss(x @ w), jnp.linalg.norm(w, axis=0), _loss(x @ w) / jnp.linalg.norm(w))),
+    ('product_with_itself', lambda w, x: _loss(x @ w) + jnp.vdot(w, w)),
+    ('orthogonality', lambda w, x: _loss(x @ w) + jnp.sum((w.T @ w - jnp.eye(32)) ** 2)),
+    ('cosines', lambda w, x: _loss(x @ w) + _squares(w.T @ (w / jnp.linalg.norm(w, 2, 0, True)))),
+    ('anchor', lambda w, x: _loss(x @ w) + jnp.sum((w - jnp.tile(x, (4, 2))) ** 2)),
+    ('weighted_anchor', lambda w, x: _loss(x @ w) + jnp.sum(jnp.tile(x, (4, 2)) * (w - jnp.tile(x, (4, 2))) ** 2)),
+    ('deviation', lambda w, x: (_loss(x @ w), jnp.std(w))),
     ('guard', lambda w, x: x @ w * jnp.where(jnp.all(jnp.isfinite(w)), 1.0, jnp.nan)),
   )  # fmt: skip
   def test_a_penalty_or_a_metric_reads_the_weight_as_it_is(self, f):
@@ -92,9 +99,20 @@ class SumsTest(parameterized.TestCase):
     bound = s24.bind(STE, lambda p, x: f(p['w'], x), {'w': w}, x)
     self.assertEqual([weight.path for weight in bound.weights], ['w'])
 
+  @parameterized.named_parameters(
+    ('by_hand', lambda w, x: (x[:, :, None] * w[None]).sum(1), 'mul at .*, then reduce_sum at'),
+    ('distances', lambda w, x: jnp.abs(x[:, :, None] - w[None]).sum(1), 'sub at .*, then reduce_sum at'),
+    ('of_one_example', lambda w, x: jnp.abs(x[0][:, None] - w).sum(0), 'sub at .*, then reduce_sum at'),
+    ('repeated', lambda w, x: jnp.abs(jnp.broadcast_to(x[0][:, None], w.shape) - w).sum(0), 'sub at .*, then reduce_'),
+    ('changed_with_itself', lambda w, x: x @ ((w + x[:1].T) @ (w * 2).T), 'multiplies it by itself'),
+  )
+  def test_a_matmul_by_another_name_is_no_penalty(self, f, message):
+    with self.assertRaisesRegex(ValueError, message):
+      s24.bind(STE, lambda p, x: (x @ p['w'], f(p['w'], x)), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+
   def test_a_penalty_is_of_the_dense_weight(self):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
-    f = lambda p, x: jnp.sum(x @ p['w']) + _squares(p['w'])  # noqa: E731
+    f = lambda p, x: jnp.sum(x @ p['w']) + optax.tree.norm(p, squared=True)  # noqa: E731
     bound = s24.bind(STE, f, {'w': w}, jnp.zeros((4, 16)))
     variables = s24.sparse_variables({'w': w}, s24.sparse_training(optax.sgd(0.1), bound).init({'w': w}), bound)
     loss = s24.sparsify(f, bound)({'w': w}, variables, None, jnp.zeros((4, 16)))
@@ -112,6 +130,8 @@ class SumsTest(parameterized.TestCase):
     fp8 = s24.Recipe('fp8', (s24.Rule('w', s24.DotPolicy(precision='fp8')),))
     f = lambda p, x: x @ p['w'] / jnp.linalg.norm(p['w'])  # noqa: E731
     self.assertLen(s24.bind(fp8, f, {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))).weights, 1)
+    with self.assertRaisesRegex(ValueError, 'multiplies it by itself'):
+      s24.bind(fp8, lambda p, x: x @ p['w'] @ (p['w'].T @ p['w']), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
 
 
 if __name__ == '__main__':
