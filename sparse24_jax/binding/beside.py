@@ -1,10 +1,11 @@
-"""What the matmuls of a function do not tell of its weights: where sums over them go.
+"""What the matmuls of a function do not tell of its weights: where sums over them go, and what is made of products.
 
 A matmul reads the projected weight. A sum over the weight, a norm say, is of the dense one: right in a penalty, which
-is added to the loss, and wrong in what the model computes, as its exported weights give another sum.
+is added to the loss, and wrong in what the model computes, as its exported weights give another sum. And a product of a
+weight may be a matrix itself (`binding.products`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import math
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import ENTRY_BY_ENTRY
+from sparse24_jax.binding.products import follow_products, matrices, Operand, Product, product_of, with_axes
 from sparse24_jax.binding.tracing import Traced
 from sparse24_jax.binding.view import FOLLOWED
 from sparse24_jax.recipe import Rule
@@ -27,18 +29,22 @@ class Mark(NamedTuple):
     sums: paths of weights that were summed up, and where.
     after: whether the result of a matmul is in it.
     added: the operation that added sums to entries of such a result, or ''.
+    inputs: whether the function's arguments behind the parameters are in it. Numbers and keys do not count.
     arrays: whether any arrays are in it that are no weights: inputs, other parameters or constants.
     repeated: whether it repeats an array.
     by_hand: the operation that combined weights with arrays of another shape, as in a matmul by another name, or ''.
+    products: of weights, whose axes it has.
   """
 
   weights: frozenset[str] = frozenset()
   sums: frozenset[tuple[str, str]] = frozenset()
   after: bool = False
   added: str = ''
+  inputs: bool = False
   arrays: bool = False
   repeated: bool = False
   by_hand: str = ''
+  products: frozenset[Product] = frozenset()
 
 
 _NONE = Mark()
@@ -51,22 +57,30 @@ _JOINS = ('concatenate', 'stack')
 _LINEAR = FOLLOWED | {*_ADDS, *_JOINS, 'cumsum', 'mul', 'neg', 'pad', 'psum', 'reduce_sum', 'rev'}
 
 
-def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> dict[str, list[str]]:
-  """What is wrong with weights, by path: their sums are followed through a function."""
-  walk = _Walk({}, frozenset(path for path, rule in rules.items() if rule.policy.projection is not None))
+class Beside(NamedTuple):
+  """What is wrong with weights, and what may be, by path."""
+
+  problems: dict[str, list[str]]
+  notes: dict[str, list[str]]
+
+
+def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> Beside:
+  """Follows sums over weights, and their products, through a function."""
+  walk = _Walk({}, {}, frozenset(path for path, rule in rules.items() if rule.policy.projection is not None))
   marks = []
   for i, leaf in enumerate(traced.leaves):
     path = traced.paths[i] if i < len(traced.paths) else None
     is_array = jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    marks.append(Mark(frozenset((path,))) if path in rules else Mark(arrays=is_array))
+    marks.append(Mark(frozenset((path,))) if path in rules else Mark(inputs=is_array and path is None, arrays=is_array))
   for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, traced.constants, marks), strict=True):
     if mark.added and variable.aval.ndim:
       walk.report(mark.sums, mark.added)
-  return walk.problems
+  return Beside(walk.problems, walk.notes)
 
 
 class _Walk(NamedTuple):
   problems: dict[str, list[str]]
+  notes: dict[str, list[str]]
   projected: frozenset[str]
 
   def report(self, sums: Iterable[tuple[str, str]], by: str) -> None:
@@ -93,7 +107,10 @@ class _Walk(NamedTuple):
     name, params = _jax.name_of(equation), equation.params
     if name == 'scan':
       constants, carried, scanned = _jax.scan_parts(params, given)
-      return self._loop(equation, params['jaxpr'], constants, carried, scanned)
+      scanned = [_with_axes(mark, lambda axes: axes[1:]) for mark in scanned]
+      out = self._loop(equation, params['jaxpr'], constants, carried, scanned)
+      n = len(carried)
+      return [*out[:n], *(_with_axes(mark, lambda axes: ('', *axes)) for mark in out[n:])]
     if name == 'while':
       n, m = params['cond_nconsts'], params['body_nconsts']
       out = self._loop(equation, params['body_jaxpr'], given[n : n + m], given[n + m :], ())
@@ -111,14 +128,18 @@ class _Walk(NamedTuple):
       return given
     found = _union(given)
     if name == 'is_finite':  # it says the same of the sparse weight
-      found = Mark(after=found.after, arrays=found.arrays)
+      found = Mark(after=found.after, inputs=found.inputs, arrays=found.arrays)
     if found.weights:
       found = self._of_weights(equation, given, found, name)
     if not found.weights:
       found = self._met(equation, given, found, name)
     if name == 'broadcast_in_dim':
       found = found._replace(repeated=found.repeated or 1 < _size(equation.invars[0]) < _size(equation.outvars[0]))
-    return [found] * len(equation.outvars)
+    # What is made of inputs twice is an activation; through residual layers it would gather the products of all.
+    if not found.products or sum(mark.inputs for mark in given) > 1:
+      return [found._replace(products=frozenset())] * len(equation.outvars)
+    products = follow_products(equation, [mark.products for mark in given])
+    return [found._replace(products=each) for each in products]
 
   def _inside(self, equation: Any, jaxpr: Any, given: Sequence[Mark]) -> list[Mark]:
     with _jax.inside(equation):
@@ -137,7 +158,7 @@ class _Walk(NamedTuple):
 
   def _chosen(self, equation: Any, index: Mark, out: Sequence[Mark]) -> list[Mark]:
     """The results of what an index or a test chooses."""
-    index = index._replace(weights=frozenset(), sums=index.sums | self._summed(equation, index))
+    index = index._replace(weights=frozenset(), sums=index.sums | self._summed(equation, index), products=frozenset())
     given = [(mark, index) for mark in out]
     return [
       self._met(equation, pair, _union(pair), 'cond', variable)
@@ -191,11 +212,39 @@ class _Walk(NamedTuple):
       for path in found.weights - (self.projected if alone else frozenset()):
         _tell(self.problems, path, f'{name} at {source} multiplies it by itself')
     if alone and all(mark.weights or mark.sums for mark in operands):  # in a penalty
-      return Mark(sums=sums | self._summed(equation, found))
+      return Mark(sums=sums | self._summed(equation, found), inputs=found.inputs)
     if sums and not is_scalar:
       self.report(sums, f'{name} at {source}')
       sums = frozenset()
-    return Mark(sums=sums, after=found.after or not is_scalar, arrays=True)
+    sides = _sides(equation, name, operands)
+    for one, other in (sides, sides[::-1]) if sides else ():
+      for matrix in matrices(one, other, source):
+        path, text = matrix.product.path, matrix.text
+        _tell(*((self.problems, path, text) if matrix.wrong else (self.notes, path, f'{path}: {text}')))
+    products = set()
+    if name == 'dot_general':
+      batch = len(equation.params['dimension_numbers'][1][0])
+      for i, mark in enumerate(operands):
+        products.update(product_of(path, source, sides, i, batch) for path in mark.weights & self.projected)
+    after = found.after or not is_scalar
+    return Mark(sums=sums, after=after, inputs=found.inputs, arrays=True, products=frozenset(products))
+
+
+def _sides(equation: Any, name: str, marks: Sequence[Mark]) -> list[Operand]:
+  """The operands of a matmul or a convolution by their axes."""
+  shapes = [atom.aval.shape for atom in equation.invars[:2]]
+  if name == 'dot_general':
+    contract, batch = equation.params['dimension_numbers']
+    free = [[i for i in range(len(s)) if i not in (*c, *b)] for s, c, b in zip(shapes, contract, batch, strict=True)]
+  elif name == 'conv_general_dilated':
+    lhs, rhs, _ = equation.params['dimension_numbers']
+    contract, free = (lhs[1:2], rhs[1:]), ((lhs[0], *lhs[2:]), rhs[:1])
+  else:
+    return []
+  return [
+    Operand(mark.products, mark.inputs, shape, c, f)
+    for mark, shape, c, f in zip(marks, shapes, contract, free, strict=True)
+  ]
 
 
 def _tell(found: dict[str, list[str]], path: str, text: str) -> None:
@@ -218,3 +267,7 @@ def _union(marks: Iterable[Mark]) -> Mark:
 
 def _either(a: Any, b: Any) -> Any:
   return a or b if isinstance(a, str) else a | b
+
+
+def _with_axes(mark: Mark, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Mark:
+  return mark._replace(products=with_axes(mark.products, change)) if mark.products else mark

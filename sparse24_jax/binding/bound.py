@@ -91,6 +91,7 @@ class BoundWeight:
     rule: the first that matches.
     layout: which of its axes are contracted, which are outputs, which are stacked.
     uses: the matmuls that read it.
+    notes: what may be wrong with it.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> bound = s24.bind(s24.recipes.ste('w'), lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 16))}, jnp.ones((4, 16)))
@@ -104,6 +105,7 @@ class BoundWeight:
   rule: Rule
   layout: Layout
   uses: tuple[Use, ...]
+  notes: tuple[str, ...] = ()
 
   @property
   def packs(self) -> bool:
@@ -327,7 +329,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
     return f'{by_itself(path, uses[0].source)}{"".join(f": {reason}" for reason in reasons)}'
-  return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
+  return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses, tuple(notes.others.get(path, ())))
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes, *, turned: bool) -> Use:

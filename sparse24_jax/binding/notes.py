@@ -48,6 +48,7 @@ class Notes:
     self.blocks: dict[tuple[str, int], tuple[str, str, tuple[tuple[str, str], ...]]] = {}
     self.reasons: dict[tuple[str, int], str] = {}
     self.problems: dict[str, list[str]] = {}
+    self.others: dict[str, list[str]] = {}  # what may be wrong
 
   def matmul(self, found: Matmul) -> Array:
     path, source = found.view.path, found.source
@@ -115,7 +116,9 @@ def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
     return [value.array for value in values]
 
   jax.eval_shape(interpreted, traced.leaves)
-  for path, texts in look_beside(traced, rules).items():
+  beside = look_beside(traced, rules)
+  notes.others |= beside.notes
+  for path, texts in beside.problems.items():
     for text in texts:
       notes.problem(path, text)
   return notes

@@ -204,7 +204,7 @@ def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
   """The recipe as it is bound, or by what is run now; masks that were chosen before a model was seen are along -2."""
   if isinstance(recipe, Bound):
     match_rules(params, recipe)
-    for path, texts in look_beside(traced, {weight.path: weight.rule for weight in recipe.weights}).items():
+    for path, texts in look_beside(traced, {weight.path: weight.rule for weight in recipe.weights}).problems.items():
       raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
     return recipe
   bound = bind_traced(recipe, params, traced, all_read=False)

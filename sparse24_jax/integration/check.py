@@ -75,7 +75,8 @@ class Checked:
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
     notes: what may be wrong: alternatives in the pattern of a rule that match no weight, as a mistyped one does;
-      weights whose axes only a bound recipe knows; masked decay that a clip seems to act on.
+      weights of which a matmul makes the matrix of another; weights whose axes only a bound recipe knows; masked
+      decay that a clip seems to act on.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -185,6 +186,7 @@ def check(
         raise
       weights |= {path: dataclasses.replace(weights[path], problem=str(error)) for path in refused}
   notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
+  notes += (f'WARNING  {said}' for w in found.values() if isinstance(w, BoundWeight) for said in w.notes)
   read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
   odd = [path for path, w in read.items() if not w.layout.is_standard]
   if odd and not is_bound and optimizer is None:  # which would tell whether it knows
