@@ -83,6 +83,11 @@ def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, floa
   }
 
 
+def settled(best: Best) -> bool:
+  """Whether a method and the dense one beside it were timed in three processes each."""
+  return min(best.processes, best.beside['dense'].processes) >= _PROCESSES
+
+
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
   """The table of `docs/speed.md`: a line a model and method, bold if three processes timed it."""
   lines = [
@@ -96,7 +101,7 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
     name = f'{model}, {shape["batch"]} x {shape["length"]}, {device.removeprefix("NVIDIA ")}'
     for method, best in methods.items():
       times = f'{over[method]:.2f}' if method in over else ''
-      if times and _settled(best):
+      if times and settled(best):
         times = f'**{times}**'
       fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
       mfu = best.record['mfu'] * best.record['amortised_ms'] / best.ms
@@ -120,16 +125,11 @@ def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> dict[str
   rows = {
     f'Training step, {model}, width {width(methods):,}, optimizer included': [
       (methods[method].record['label'], round(times, 2))
-      for method, times in speedups(methods).items() if _settled(methods[method])
+      for method, times in speedups(methods).items() if settled(methods[method])
     ]
     for (_, model), methods in sorted(found.items(), key=lambda item: width(item[1]))
   }  # fmt: skip
   return {model: methods for model, methods in rows.items() if methods}
-
-
-def _settled(best: Best) -> bool:
-  """Whether a method and the dense one beside it were timed in three processes each."""
-  return min(best.processes, best.beside['dense'].processes) >= _PROCESSES
 
 
 def _steps(best: Best) -> str:

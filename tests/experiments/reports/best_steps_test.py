@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+import re
 
 from absl.testing import absltest
 
-from experiments.reports import best_steps
+from experiments.reports import best_steps, provenance
 from tests.experiments.fakes import temp_folder
 
 
@@ -53,6 +54,41 @@ class LoadTest(absltest.TestCase):
       lines += [record('a', '1', 12.0, recipe='dense') | rest for _ in range(3)]
       path.write_text('\n'.join(map(json.dumps, lines)))
       self.assertIn(f' | FST | {times}', best_steps.markdown(best_steps.load(path)))
+
+  def test_what_is_bold_was_timed_by_three_processes(self):
+    found = best_steps.load()
+    bold = re.findall(r'\*\*([\d.]+)\*\*', best_steps.markdown(found))
+    settled = [best for methods in found.values() for name, best in methods.items() if name != 'dense' and timed(best)]
+    self.assertEqual(bold, [f'{gain(best):.2f}' for best in settled])
+
+  def test_the_readme_has_gains_of_three_processes_and_the_least_of_them(self):
+    text = ' '.join((provenance.ROOT / 'README.md').read_text().split())
+    pattern = r'is ([\d.]+) times \(GPT-2 124M, (.*?)\) to ([\d.]+) times faster \(width 4,096, (.*?)\)'
+    (said,) = re.findall(pattern, text)
+    found = {model: methods for (_, model), methods in best_steps.load().items()}
+    low, high = found['gpt2-124m']['fst_all'], found['gpt2-8x4096']['s_ste_fp8_all']
+    self.assertTrue(timed(low) and timed(high))
+    self.assertEqual(said, (
+      f'{gain(low):.2f}', 'FST on all linear layers', f'{gain(high):.2f}', 'S-STE in FP8 on all linear layers',
+    ))  # fmt: skip
+    sparse = [best for methods in found.values() for name, best in methods.items() if not name.startswith('dense')]
+    self.assertEqual(min(filter(timed, sparse), key=gain), low)
+
+
+def gain(best):
+  return best.beside['dense'].ms / best.ms
+
+
+def timed(best):
+  """Whether three processes at one commit timed a method, in its layout, and the dense one beside it."""
+  records = [json.loads(line) for line in (provenance.RESULTS / best_steps.FILE).read_text().splitlines()]
+
+  def same(record, one):
+    return all(record[key] == one.record[key] for key in ('device', 'model', 'recipe', 'layout', 'commit'))
+
+  return all(
+    len({(r['when'], r['process']) for r in records if same(r, one)}) >= 3 for one in (best, best.beside['dense'])
+  )
 
 
 if __name__ == '__main__':
