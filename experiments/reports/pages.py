@@ -171,6 +171,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid activations small': lambda: _tuned('grid_activations_small.jsonl', 'small, 900 steps each'),
     'grid kernel patterns': lambda: _tuned('grid_kernel_patterns_small.jsonl', 'small, 900 steps each'),
     'race of activations at 124m': lambda: table.steps_markdown(race('124m, short')),
+    'race of activations by seed': lambda: race_by_seed('124m, short', 'neuron_level'),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
