@@ -168,7 +168,8 @@ def make_parser() -> argparse.ArgumentParser:
   guide.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   guide.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
   guide.add_argument('--device', help="folder of the GPU's records, or h100 (default: the GPU at hand)")
-  guide.add_argument('--goal', choices=('sooner', 'quality', 'sparse'), help='one question (default: all)')
+  goals = ('sooner', 'quality', 'sparse', 'squared_relu', 'flops')
+  guide.add_argument('--goal', choices=goals, help='one question (default: all)')
 
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')

@@ -15,11 +15,18 @@ from experiments.runs.race.trials import LAST_RATE, WARM_UP
 from pallas_kernels import _device
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Comparisons with seeds in which most methods were tuned. The long one has rates that were tuned in shorter runs.
-COMPARISONS = (
-  'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
-  'race_h200_wide2048_3.jsonl', 'race_h200_774m.jsonl',
-)  # fmt: skip
+# Comparisons with seeds in which most methods were tuned, and what tells one from others of its model and length. The
+# long one has rates that were tuned in shorter runs.
+COMPARISONS = {
+  'grid_nano.jsonl': '', 'grid_small.jsonl': '', 'grid_small_earlier.jsonl': 'an earlier text',
+  'race_h200_124m.jsonl': '', 'race_h200_124m_long.jsonl': '', 'race_h200_seeds.jsonl': '',
+  'race_h200_wide2048_3.jsonl': '', 'race_h200_774m.jsonl': '', 'race_h200_wide4096.jsonl': '',
+  'race_h200_wide4096_one_gpu.jsonl': 'one GPU', 'grid_activations_small.jsonl': 'squared ReLU',
+  'grid_kernel_patterns_small.jsonl': 'squared ReLU, 128 sequences a step',
+  'race_h200_124m_short.jsonl': 'squared ReLU', 'grid_flops_nano_cpu.jsonl': '',
+}  # fmt: skip
+# What others are compared with, the first that ran.
+_AGAINST = ('dense', 'dense_relu2', 'dense_small', 'dense_fp8', 'eighth_ffn_fp8')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +38,50 @@ class Option:
     recipe: name in `sparse24_jax.recipes.KNOWN`; None is dense.
     contenders: what comparisons and timed steps call it.
     ends_sparse: whether the weights are 2:4 at the end.
+    only: the goal whose answer alone names it; 'tables' is none. None: the answers of dense's own rivals.
   """
 
   title: str
   recipe: str | None
   contenders: Sequence[str]
   ends_sparse: bool = False
+  only: str | None = None
 
 
-OPTIONS = (
+OPTIONS: Sequence[Option] = (
   Option('FST', 'transposable_srste', ('fst', 'fst_all')),
   Option('FST, FP8', 'transposable_srste_fp8', ('fst_fp8', 'fst_fp8_all')),
   Option('S-STE', 's_ste', ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
     'S-STE, FP8', 's_ste_fp8',
-    ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all'), ends_sparse=True,
+    ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all', 'eighth_ffn_s_ste_fp8_all'),
+    ends_sparse=True,
   ),
   Option('SR-STE', 'sr_ste', ('sr_ste',), ends_sparse=True),
   Option('dense, FP8', None, ('dense_fp8',)),
-  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
+  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8', 'eighth_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
-)
+  Option(
+    'FST, FP8, dense end in 16 bits', 'transposable_srste_fp8',
+    (f'fst_fp8_all{table.IN_16_BITS}', f'half_ffn_fst_fp8_all{table.IN_16_BITS}'), only='tables',
+  ),
+  Option(
+    'S-STE, FP8, exact weight gradients', 's_ste_fp8', ('s_ste_fp8_all_unsampled', 'half_ffn_s_ste_fp8_all_unsampled'),
+    only='tables',
+  ),
+  Option(
+    'neuron level', 'neuron_level',
+    ('neuron_level', 'neuron_level_128', 'neuron_level_24', 'neuron_level_even', 'neuron_level_64',
+     'neuron_level_64_two_of_four_tokens', 'neuron_level_128_two_of_four_tokens',
+     'neuron_level_128_16_two_of_four_tokens'), only='squared_relu',
+  ),
+  Option('squared ReLU, a narrower FFN', None, ('half_ffn_relu2',), only='squared_relu'),
+  Option('2:4 activations', 'neuron_level', ('activations_24',), only='tables'),
+  Option('MST', 'mixed_sparsity', ('mixed_sparsity', 'mixed_sparsity_restored', 'mst'), only='flops'),
+  Option('RigL', 'rigl', ('rigl',), only='flops'),
+  Option('SET', 'set_', ('set_',), only='flops'),
+  Option('static mask', 'static', ('static',), only='flops'),
+)  # fmt: skip
 NAMES = {name: option for option in OPTIONS for name in option.contenders}
 # Widths that differ by a larger factor are far from each other: ours.
 NEAR = 2
@@ -59,6 +89,7 @@ NEAR = 2
 
 def contender_of(name: str) -> Contender:
   """What a contender, or a method of experiments, changes in the model, and its recipe."""
+  name = name.removesuffix(table.IN_16_BITS)
   return CONTENDERS.get(name) or of(name)
 
 
@@ -86,12 +117,13 @@ class Evidence:
     option: what it is of.
     contender: its name in the comparison.
     own: its runs at its best, with the layers that were sparse.
-    dense: those of dense in the same comparison.
+    dense: those of dense in the same comparison, or of its first rival where that did not run.
     where: model and length of the comparison.
     device: that trained.
-    equal: what both had as much of, 'steps' or 'seconds'.
+    equal: what both had as much of, 'steps', 'seconds' or 'FLOPs'.
     width: of the comparison's models.
     schedule: of the learning rate: the share of steps that it rises, and what its end is of its peak.
+    against: what `dense` is called in the comparison.
   """
 
   option: Option
@@ -103,6 +135,7 @@ class Evidence:
   equal: str
   width: int | None = None
   schedule: tuple[float, float] = (WARM_UP, LAST_RATE)
+  against: str = 'dense'
 
   @property
   def who(self) -> str:
@@ -123,7 +156,12 @@ class Evidence:
   @property
   def shares(self) -> list[float]:
     """Shares of dense's seconds until dense's final loss; empty where seconds were not compared."""
-    return [] if self.equal == 'steps' else table.shares_of_time(self.own, self.dense)
+    return table.shares_of_time(self.own, self.dense) if self.equal == 'seconds' else []
+
+  @property
+  def timed(self) -> bool:
+    """Whether steps were timed."""
+    return all(seconds is not None for curve in self.own.curves.values() for seconds, _ in curve)
 
   @property
   def dense_shares(self) -> list[float]:
@@ -131,7 +169,7 @@ class Evidence:
 
     Infinite where dense never is; empty if no steps were timed.
     """
-    if any(seconds is None for curve in self.own.curves.values() for seconds, _ in curve):
+    if not self.timed:
       return []
     both = sorted(self.own.curves.keys() & self.dense.curves.keys())
     shares = table.shares_of_time(self.dense, self.own)
@@ -145,7 +183,7 @@ class Evidence:
 
   def place(self, asked: str) -> str:
     """Model, length, seeds and device; and that it is another one than the GPU asked about, where seconds count."""
-    device = self.device if self.equal == 'steps' else told(self.device, asked)
+    device = told(self.device, asked) if self.equal == 'seconds' else self.device
     seeds = len(self.percent)
     return f'{self.where}, {seeds} seed{"s" * (seeds > 1)}, {device}'
 
@@ -162,23 +200,23 @@ def _slug(device: str) -> str:
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
   """What the comparisons say of each option, by title; runs whose dense end is another today are left out."""
   found: dict[str, list[Evidence]] = {option.title: [] for option in OPTIONS}
-  for name in COMPARISONS:
+  for name, told_apart in COMPARISONS.items():
     for records in table.read(results / name).values():
       seeds = table.by_seed(records)
-      if 'dense' not in seeds:
+      against = next((rival for rival in _AGAINST if rival in seeds), None)
+      if against is None:
         continue
       (where, width), steps = _model(records[0]), records[0]['equal_steps']
-      where += f', {steps:,} steps' if steps else f', {records[0]["seconds"]:g} s'
+      length = f'{steps:,} steps' if steps else f'{records[0]["seconds"]:g} s'
+      where = ', '.join(filter(None, [where, length, told_apart]))
+      equal = 'FLOPs' if against == 'dense_small' else 'steps' if steps else 'seconds'
       device, schedule = records[0]['device'].removeprefix('1 x '), _schedule(records[0])
-      for option in OPTIONS:
-        for contender in option.contenders:
-          if contender in seeds:
-            equal = 'steps' if steps else 'seconds'
-            e = Evidence(
-              option, contender, seeds[contender], seeds['dense'], where, device, equal, width, schedule
-            )  # fmt: skip
-            if e.percent and all(map(math.isfinite, [*e.percent, *e.shares])):
-              found[option.title].append(e)
+      for contender in (name for name in NAMES if name in seeds and name != against):
+        e = Evidence(
+          NAMES[contender], contender, seeds[contender], seeds[against], where, device, equal, width, schedule, against
+        )
+        if e.percent and all(map(math.isfinite, [*e.percent, *(e.shares if against == 'dense' else [])])):
+          found[e.option.title].append(e)
   return found
 
 
@@ -224,20 +262,20 @@ type Steps = Mapping[tuple[str, str], Mapping[str, best_steps.Best]]
 
 
 def steps(d: int, sessions: Sequence[Steps], asked: str = '') -> Mapping[str, Step]:
-  """By contender, over all sessions; of models of one width that on the GPU asked about."""
+  """By contender, over all sessions that settled it; of models of one width that on the GPU asked about."""
   having = [(*key, methods) for timed in sessions for key, methods in timed.items() if 'dense' in methods]
   found = {}
   for name in NAMES:
-    own = [(device, model, methods) for device, model, methods in having if name in methods]
+    own = [(key, methods) for *key, methods in having if name in methods and best_steps.settled(methods[name])]
     if not own:
       continue
-    nearest = min(own, key=lambda timed: (far(timed[2]['dense'].record['shape']['d'], d), _slug(timed[0]) != asked))
-    both = [(each[name].beside['dense'], each[name]) for device, model, each in own if (device, model) == nearest[:2]]
+    nearest = min(own, key=lambda timed: (far(timed[1]['dense'].record['shape']['d'], d), _slug(timed[0][0]) != asked))
+    both = [(each[name].beside['dense'], each[name]) for key, each in own if key == nearest[0]]
     shape = both[0][0].record['shape']
     found[name] = Step(
       both[0][1].record['label'], statistics.fmean(dense.ms / its.ms for dense, its in both),
       min(dense.least / its.most for dense, its in both), max(dense.most / its.least for dense, its in both),
-      _layers(shape['layers'], shape['d']), nearest[0],
+      _layers(shape['layers'], shape['d']), nearest[0][0],
     )  # fmt: skip
   return found
 
@@ -285,3 +323,15 @@ def against_dense(percent: Sequence[float]) -> str:
   where = 'above' if statistics.fmean(percent) >= 0 else 'below'
   far = interval(percent if where == 'above' else [-p for p in percent], '.1f', '%')
   return f"{far}{',' * (len(percent) < 2)} {where} dense's"
+
+
+def edge(e: Evidence) -> str:
+  """That its best setting lies at an edge of its search, so that a wider one may find a better."""
+  if e.own.searched == 1:
+    return ', at the one rate that was tried'
+  return ', best at an edge of its search' if e.own.edge else ''
+
+
+def under(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+  """Sentences under one label."""
+  return [(label if not i else '', text) for i, text in enumerate(texts)]

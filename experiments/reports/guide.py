@@ -21,6 +21,7 @@ from experiments.reports.evidence import (
   below,
   block_of,
   contender_of,
+  edge,
   Evidence,
   evidence,
   far,
@@ -35,9 +36,12 @@ from experiments.reports.evidence import (
   Step,
   steps,
   told,
+  under,
 )
 from experiments.reports.guide_code import code
+from experiments.reports.guide_more import flops, squared_relu
 from experiments.reports.guide_tables import LEGEND, tables
+from experiments.runs.race.contenders import Contender, CONTENDERS, MANY_STEPS
 from pallas_kernels import _device, _records
 import sparse24_jax as s24
 from sparse24_jax.block_gain import block_gain
@@ -47,6 +51,8 @@ QUESTIONS = {
   'sooner': 'What reaches a loss soonest?',
   'quality': 'What ends lowest after as many steps, and what does a faster step cost?',
   'sparse': 'What leaves 2:4 weights at the end, for inference?',
+  'squared_relu': 'Are sparse activations worth it, where the model has squared ReLU?',
+  'flops': 'What saves FLOPs, which are counted and not timed?',
 }
 _WIDTH = 100
 _PLAIN = 'dense, as it is'
@@ -83,8 +89,11 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None) 
     return block_gain(d, hidden, example, tokens=tokens, gated=gated, device=device)
 
   found = {}
-  for name in NAMES:
-    if contender_of(name).size:  # not of a width that was asked about
+  for name, option in NAMES.items():
+    if option.only == 'squared_relu' and name in CONTENDERS and option.recipe:
+      found[name] = None if gated else _neuron_gain(CONTENDERS[name], tokens, d, hidden, device)
+    # Others are not of a width that was asked about, or in no answer that has a gain.
+    if option.only or contender_of(name).size:
       continue
     recipe, _, fp8 = block_of(name)
     own = block(recipe or 's_ste_fp8', narrowed(hidden, name))
@@ -92,6 +101,13 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None) 
     ms = own.expected_ms if recipe else own.dense_ms if not fp8 else None if own.simulated else own.dense_fp8_ms
     found[name] = None if dense_ms is None or ms is None else dense_ms / ms
   return found
+
+
+def _neuron_gain(contender: Contender, tokens: int, d: int, hidden: int, device: str | None) -> float | None:
+  """That of a squared-ReLU block, where the library would run it on kernels."""
+  policy = contender.make(0.0, MANY_STEPS).rules[0].activation
+  recipe = s24.recipes.neuron_level('up/.*', 'down/.*', policy=dataclasses.replace(policy, implementation=None))
+  return block_gain(d, hidden, recipe, tokens=tokens, device=device).gain
 
 
 def answer(
@@ -113,6 +129,12 @@ def answer(
   Take  dense, as it is
   Why   no faster method was shown to reach its loss sooner
   """
+  if goal == 'squared_relu':
+    return Answer(*squared_relu(faster, found, timed or {}, device, d))
+  if goal == 'flops':
+    return Answer(*flops(found, device, d))
+  without_dense = _without_dense(faster, found, device, d)
+  found = {title: [e for e in each if e.against == 'dense' and not e.option.only] for title, each in found.items()}
   of_steps = sorted(
     (e for each in found.values() for e in each if e.equal == 'steps'), key=lambda e: (far(e.width, d), e.mean)
   )
@@ -131,7 +153,7 @@ def answer(
         wide, dense = f'hidden width {narrowed(hidden, e.contender):,}', f'dense of {hidden:,}'
       gain.append(f'a feed-forward block of {wide} {times:.2f} times as fast as {dense}')
     losses = [
-      f'{against_dense(e.percent)} after equal {e.equal}{_edge(e)}'
+      f'{against_dense(e.percent)} after equal {e.equal}{edge(e)}'
       + ('' if e.shares else f' ({e.place(device)})') for e in alike
     ]  # fmt: skip
     lines = code(
@@ -139,16 +161,16 @@ def answer(
       found=f'was {"the only one tried" if e.own.searched == 1 else "the best"} for {e.where}',
     )  # fmt: skip
     lines = [f'# {head}', *lines] if head and lines else lines
-    return Answer(take or e.who, [*first, *_under('Gain', gain), *_under('Loss', losses), *more], lines)
+    return Answer(take or e.who, [*first, *under('Gain', gain), *under('Loss', losses), *more], lines)
 
   if goal == 'sooner':
     winners = _winners(faster, found, d)
     best = next((w for w in winners if not w.beaten_by and near(w.first.width, d)), None)
-    warned = _under('But', [text for w in winners if near(w.first.width, d) for text in w.warned()])
+    warned = under('But', [text for w in winners if near(w.first.width, d) for text in w.warned()])
     if (behind := _behind_at_this_width(faster, found, d)) or best is None:
       behind = behind or [('Why', _no_race(found, d) or 'no faster method was shown to reach its loss sooner')]
-      return Answer(_PLAIN, [*behind, *warned, *_under('Else', [w.said(device) for w in winners])])
-    others = _under('Else', [w.said(device) for w in winners if w is not best])
+      return Answer(_PLAIN, [*behind, *warned, *under('Else', [*(w.said(device) for w in winners), *without_dense])])
+    others = under('Else', [*(w.said(device) for w in winners if w is not best), *without_dense])
     head = f'Of {best.first.who}.' if best.near else ''
     return of(best.first, *warned, *others, take=best.names, head=head)
   if goal == 'sparse':
@@ -171,9 +193,9 @@ def answer(
     return Answer(_PLAIN, [why])
   lower = [
     f'{e.who} {_how(e, faster)}, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
-    f'{_edge(e)} ({e.place(device)})' for e in faster_ones[: faster_ones.index(price)]
+    f'{edge(e)} ({e.place(device)})' for e in faster_ones[: faster_ones.index(price)]
   ]  # fmt: skip
-  first = [why, *_under('But', [*lower, f'{price.who} {_how(price, faster)}, for this price:'])]
+  first = [why, *under('But', [*lower, f'{price.who} {_how(price, faster)}, for this price:'])]
   return of(price, first=first, take=_PLAIN, head=f'If you pay this price: {price.who}.')
 
 
@@ -207,7 +229,7 @@ class _Winner(NamedTuple):
     """What one seed cannot claim, and a reader should know before he takes what is claimed."""
     return [
       f"{e.where}: {e.who} ended lowest, and had dense's final loss in {e.shares[0]:.2f} of dense's time, by one seed"
-      + _edge(e)
+      + edge(e)
       for e in self.lower
     ]
 
@@ -271,9 +293,27 @@ def _behind_at_this_width(
   )
   ahead = [
     f'{e.where}: dense reaches the final loss of {e.who} in {e.dense_shares[0]:.2f} of the time that {e.who} takes, by'
-    f' one seed{_edge(e)}' for e in alike[: alike.index(best)]
+    f' one seed{edge(e)}' for e in alike[: alike.index(best)]
   ]  # fmt: skip
-  return [('Why', why), *_under('But', ahead)]
+  return [('Why', why), *under('But', ahead)]
+
+
+def _without_dense(
+  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str, d: int | None
+) -> list[str]:
+  """Who ended lowest in races of about this width in which no dense model in 16 bits ran."""
+  races: dict[str, list[Evidence]] = {}
+  for e in (e for each in found.values() for e in each if e.against != 'dense' and near(e.width, d)):
+    if e.equal == 'seconds' and _may_gain(e, faster):
+      races.setdefault(e.where, []).append(e)
+  said = []
+  for where, each in races.items():
+    first, *others = sorted(each, key=lambda e: e.own.mean)
+    names = [first.who, *(e.who for e in others if len(e.behind(first)) > 1 and not parted(e, first))]
+    names += [first.dense.title] if len(first.percent) > 1 and not below(first.percent) else []
+    seeds = f'{len(first.own.losses)} seeds, {told(first.device, device)}'
+    said.append(f'{where}, {seeds}, without dense in 16 bits: {" or ".join(names)} ended lowest')
+  return said
 
 
 def _no_race(found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
@@ -309,18 +349,6 @@ def _sooner(e: Evidence) -> bool:
   return not all(map(math.isfinite, e.dense_shares)) or below([1 - share for share in e.dense_shares])
 
 
-def _under(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-  """Sentences under one label."""
-  return [(label if not i else '', text) for i, text in enumerate(texts)]
-
-
-def _edge(e: Evidence) -> str:
-  """That its best setting lies at an edge of its search, so that a wider one may find a better."""
-  if e.own.searched == 1:
-    return ', at the one rate that was tried'
-  return ', best at an edge of its search' if e.own.edge else ''
-
-
 def guide(
   *, tokens: int, d: int, hidden: int, gated: bool, device: str | None, goal: str | None = None
 ) -> str:
@@ -347,8 +375,18 @@ def guide(
     ' yours, loss_fn(params, tokens), and patterns that match the whole paths of your weights.'
   )
   lines = [_filled('', title), '']
+  said: dict[Sequence[str], str] = {}
   for each in QUESTIONS if goal is None else [goal]:
-    lines += [QUESTIONS[each], '', str(answer(each, faster, found, device, d, hidden=hidden, timed=timed)), '']
+    own = answer(each, faster, found, device, d, hidden=hidden, timed=timed)
+    key = tuple(line for line in own.code if not line.startswith(('# Of ', '# If ')))
+    if key and said.setdefault(key, each) != each:
+      own = dataclasses.replace(own, code=[f'# As under "{QUESTIONS[said[key]]}"'])
+    lines += [QUESTIONS[each], '', str(own), '']
+  if goal:
+    of_goal = (goal,) if goal in {option.only for option in OPTIONS} else (None, 'tables')
+    found = {title: [e for e in each if e.option.only in of_goal] for title, each in found.items()}
+    faster = {name: gain for name, gain in faster.items() if NAMES[name].only in of_goal}
+    timed = {name: step for name, step in timed.items() if NAMES[name].only in of_goal}
   return '\n'.join([*lines, _filled('', LEGEND), *tables(faster, found, timed, d)])
 
 

@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 import math
+import textwrap
 
 from experiments.reports import race_table
 from experiments.reports.evidence import block_of, contender_of, Evidence, far, interval, parted, Step
 
 LEGEND = (
-  "What this rests on. Loss is above (+) or below (-) dense's of the same comparison; ± is the 95% interval over seeds,"
-  " and a figure without one is of one seed. Time is the share of dense's time after which a method has dense's final"
+  "What this rests on. Loss is above (+) or below (-) dense's of the same comparison, which has squared ReLU too where"
+  ' that is said, or that of the model which a title names; ± is the 95% interval over seeds, and a figure'
+  " without one is of one seed. Time is the share of dense's time after which a method has dense's final"
   " loss. Lead is the share of the method's time after which the first with several seeds has the method's final loss."
   ' = is not parted from that first one by the seeds. * has its best rate or decay at an edge of its search, so that a'
   ' wider one may find a better; ° searched none. The models compared are GPT-2 on bytes, with rotary positions and'
   ' normalised queries and keys.'
 )
+
+_NAME = 56  # characters of a line that a name takes
 
 
 def tables(
@@ -21,17 +25,18 @@ def tables(
   d: int,
 ) -> list[str]:  # fmt: skip
   """All that is on record: blocks, steps, and each comparison with its methods by loss, the nearest width first."""
-  blocks: dict[tuple[str | None, float, bool], list[str]] = {}
+  blocks: dict[tuple[tuple[str | None, float, bool], str], list[str]] = {}
   for name, gain in faster.items():
-    said = 'not known' if gain is None else f'{gain:.2f}'
-    blocks.setdefault(block_of(name), [contender_of(name).label, said])
+    said, its = 'not known' if gain is None else f'{gain:.2f}', contender_of(name)
+    blocks.setdefault((block_of(name), str(its.kwargs.get('policy'))), [its.label, said])
   times = [
-    [step.label, f'{step.times:.2f}', f'{step.least:.2f} to {step.most:.2f}', f'{step.where}, {step.device}']
+    [step.label, f'{step.times:.2f}', f'{step.least:.2f} to {step.most:.2f}',
+     f'{step.where}, {step.device.removeprefix("NVIDIA ")}']
     for step in timed.values()
-  ]
+  ]  # fmt: skip
   title = 'Times as fast as a dense feed-forward block of the size asked about, by the records of kernels:'
-  lines = [*_table(title, [*blocks.values()]),
-           *_table('Times as fast as dense, a step, and the range over processes:', times)]  # fmt: skip
+  lines = _table(title, [*blocks.values()])
+  lines += _table('Times as fast as dense, a step, by three processes or more, and their range:', times)
   comparisons: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for each in found.values() for e in each):
     comparisons.setdefault((e.where, e.device), []).append(e)
@@ -44,16 +49,24 @@ def tables(
       mark = '°' if e.own.searched == 1 else '*' * e.own.edge
       mark += ' =' * (e is not first and len(e.behind(first)) > 1 and not parted(e, first))
       lead = race_table.shares_of_time(first.own, e.own) if race and e is not first else []
-      never = 'never' if math.inf in lead else ''
-      times = [_interval(e.shares), never or (_interval(lead) if lead else '')] if race else []
-      rows.append([f'{e.who}{mark}', *times, _interval(e.percent, '+.1f', '%')])
-    lines += _table(f'{first.where}, {first.device}:', rows)
+      times = [_share(e.shares), _share(lead)] if race else []
+      *head, who = textwrap.wrap(f'{e.who}{mark}', _NAME, subsequent_indent='  ', break_on_hyphens=False)
+      rows += [[part, *([''] * (len(rows[0]) - 1))] for part in head]
+      rows.append([who, *times, _interval(e.percent, '+.1f', '%')])
+    against = '' if first.against in ('dense', 'dense_relu2') else f', against {first.dense.title}'
+    lines += _table(f'{first.where}, {first.device}{against}:', rows)
   return lines
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+  if not rows:
+    return []
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return ['', title, *('  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+
+
+def _share(values: Sequence[float]) -> str:
+  return 'never' if math.inf in values else _interval(values) if values else ''
 
 
 def _interval(values: Sequence[float], form: str = '.2f', unit: str = '') -> str:

@@ -14,6 +14,9 @@ from experiments.reports import reached
 from experiments.reports.claims import half_width
 from experiments.runs.race.contenders import CONTENDERS
 
+# Ends the name of a contender whose dense end has become FP8 since.
+IN_16_BITS = '_with_16_bit_dense_end'
+
 
 def title(record: Mapping[str, Any]) -> str:
   """The race, or tuned comparison, that a record is of.
@@ -44,7 +47,7 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
     if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
       record['title'] = today.label
       if today.dense_phase != record.get('dense_phase'):
-        record['contender'] += '_with_16_bit_dense_end'
+        record['contender'] += IN_16_BITS
         record['title'] += ', dense end in 16 bits'
     races.setdefault(title(record), []).append(record)
   for name, records in races.items():

@@ -52,11 +52,11 @@ def facts(answer, label):
 
 
 class EvidenceTest(parameterized.TestCase):
-  def evidence(self, *lines):
+  def evidence(self, *lines, comparison='grid_nano.jsonl'):
     folder = Path(temp_folder(self))
     for name in evidence.COMPARISONS:
       (folder / name).write_text('')
-    (folder / evidence.COMPARISONS[0]).write_text('\n'.join(lines))
+    (folder / comparison).write_text('\n'.join(lines))
     return evidence.evidence(folder)
 
   def test_percent_is_seed_by_seed_against_dense(self):
@@ -253,6 +253,66 @@ class EvidenceTest(parameterized.TestCase):
     del found['dense, FP8']
     self.assertStartsWith(sooner({'s_ste_fp8': 1.5}, found).code[0], '# Once.')
 
+  def test_what_has_another_dense_rival_is_in_its_own_answer_alone(self):
+    relu2 = {'dense_relu2': 1.0, 'neuron_level': 1.02, 'half_ffn_relu2': 1.01}
+    equal = {'dense_small': 1.0, 'static': 0.97, 'mixed_sparsity': 1.06}
+    found = self.evidence(
+      *(record(name, seed, loss) for name, loss in relu2.items() for seed in range(3)),
+      *(record(name, seed, loss, experiment='tiny') for name, loss in equal.items() for seed in range(3)),
+    )
+    where = '2 layers of width 64, 9 steps, 3 seeds, NVIDIA H200'
+    said = guide.answer('squared_relu', {'neuron_level': 1.5, 'neuron_level_128': None}, found)
+    block = 'a feed-forward block of the size asked about'
+    self.assertEqual(said.take, 'dense, squared ReLU, as it is')
+    self.assertEqual(facts(said, 'Gain'), [
+      f'64:2:8, two of four tokens: {block} 1.50 times as fast as dense',
+      f'128:2:8, two of four tokens: {block} is not known to be faster',
+    ])  # fmt: skip
+    one = ', at the one rate that was tried'
+    losses = f"neuron_level: 2.0% ± 0.0% above dense's{one}; half_ffn_relu2: 1.0% ± 0.0% above dense's{one} ({where})"
+    self.assertEqual(facts(said, 'Loss'), [losses])
+    for d, take in ((64, 'static'), (2048, 'static, by models of width 64 alone')):
+      said = guide.answer('flops', {}, found, d=d)
+      self.assertEqual(said.take, take)
+      self.assertIn(f"mixed_sparsity 6.0% ± 0.0% above dense's{one} (dense is half as wide, ", facts(said, 'Loss')[0])
+    for goal in ('sooner', 'quality', 'sparse'):
+      self.assertNotRegex(str(guide.answer(goal, {}, found, d=64)), 'static|mixed|neuron|relu2')
+
+  def test_sparse_activations_that_end_below_dense_are_what_to_take(self):
+    ends = {'dense_relu2': 1.0, 'neuron_level': 0.98}
+    found = self.evidence(*(record(name, seed, loss) for name, loss in ends.items() for seed in range(2)))
+    self.assertEqual(guide.answer('squared_relu', {}, found).take, 'neuron_level')
+
+  def test_what_dense_squared_relu_needs_of_the_time_is_said(self):
+    own, dense = seeds_of('V:N:M', (1.4, 1.4)), seeds_of('dense', (1.0, 1.0))
+    e = evidence.Evidence(
+      evidence.NAMES['neuron_level'], 'neuron_level', own, dense, 'a race', 'NVIDIA H200', 'steps',
+      against='dense_relu2',
+    )  # fmt: skip
+    (why,) = facts(guide.answer('squared_relu', {}, {'neuron level': [e]}), 'Why')
+    self.assertStartsWith(why, 'dense reaches the final loss of V:N:M in 0.64 ± 0.00 of the time that this takes')
+
+  def test_a_race_without_dense_in_16_bits_names_who_ended_lowest(self):
+    def of(name, *losses):
+      changes = dict(equal_steps=None, seconds=100.0)
+      return [record(name, seed, loss, **changes, validation=[[1, 10, 2.0], [9, 100, loss]])
+              for seed, loss in enumerate(losses)]  # fmt: skip
+
+    faster = {'s_ste_fp8': 1.5, 'eighth_ffn_fp8': 2.0}
+    lines = [*of('dense_fp8', 1.2), *of('eighth_ffn_s_ste_fp8_all', 1.0, 1.0, 1.0)]
+    for rival, names in (((1.01, 1.01, 1.01), ''), ((1.01, 0.99, 1.01), ' or eighth_ffn_fp8')):
+      found = self.evidence(*lines, *of('eighth_ffn_fp8', *rival))
+      said = sooner(faster, found, d=64)
+      where = '2 layers of width 64, 100 s, 3 seeds, NVIDIA H200, without dense in 16 bits: '
+      self.assertEqual(facts(said, 'Else'), [f'{where}eighth_ffn_s_ste_fp8_all{names} ended lowest'])
+      self.assertEqual((said.take, facts(sooner(faster, found, d=1024), 'Else')), ('dense, as it is', []))
+
+  def test_runs_whose_dense_end_is_another_today_are_in_tables_alone(self):
+    past = f'fst_fp8_all{table.IN_16_BITS}'
+    found = self.evidence(*(record(name, s, loss) for name, loss in (('dense', 1.0), (past, 0.9)) for s in range(2)))
+    self.assertLen(found['FST, FP8, dense end in 16 bits'], 1)
+    self.assertEqual(guide.answer('quality', {'fst_fp8': 1.5}, found).take, 'dense, as it is')
+
   def test_sparse_weights_are_chosen_by_loss_where_none_is_known_to_be_faster(self):
     found = {
       'S-STE': [same_steps('plain S-STE', (1.03, 1.04))],
@@ -282,7 +342,7 @@ class CodeTest(parameterized.TestCase):
   """What is pasted trains by the recipe of the contender whose figures stand beside it."""
 
   @parameterized.parameters(
-    *(name for option in evidence.OPTIONS if option.recipe for name in option.contenders),
+    *(name for option in evidence.OPTIONS if option.recipe and not option.only for name in option.contenders),
     'dense_fp8', 'quarter_ffn_fp8', 'dense_124m_fp8',
   )  # fmt: skip
   def test_runs(self, contender):
@@ -377,6 +437,10 @@ class CommandTest(parameterized.TestCase):
       self.assertIn(f'\n\n{question}\n\nTake  ', said)
     self.assertRegex(said, r'\n  S-STE, FP8 +\d\.\d\d\n')
     self.assertNotRegex(said, 'not nvidia|wide2048|rotary_qk|774m')
+    self.assertEqual(said.count('\n    # Once.\n'), 2)  # what two answers have in common stands once
+    self.assertRegex(said, r'\n  neuron level, 128:2:8, two of four tokens +1\.\d\d\n')
+    self.assertRegex(said, r'\n  FST, FP8, all linear layers, dense end in 16 bits\*? +0\.76 ± 0\.01')
+    self.assertIn('a sparse step 1.14 times (1.13 to 1.14; 24 layers of width 2,048', ' '.join(said.split()))
     said = self.said(*arguments[:-1], 'h100', '--goal', 'sooner')
     self.assertEqual(said.count('Take  '), 1)
     self.assertIn(
@@ -385,7 +449,7 @@ class CommandTest(parameterized.TestCase):
     # Who ended lowest where it ran is what to take, with those that the seeds do not part from it.
     self.assertRegex(said, r'\n  dense, all linear layers in FP8 +0\.71 ± 0\.04  0\.74 ± 0\.10  -6\.0% ± 1\.1%\n')
     self.assertRegex(said, r'\n  dense, FFN half as wide, in FP8 +0\.65 ± 0\.25  0\.89 ± 0\.01  -7\.5% ± 8\.8%\n')
-    self.assertRegex(said, r'\n  FST +1\.\d\d  1\.\d\d to 1\.\d\d  48 layers of width 1,600, NVIDIA H200\n')
+    self.assertRegex(said, r'\n  FST +1\.\d\d  1\.\d\d to 1\.\d\d  48 layers of width 1,600, H200\n')
     self.assertIn('not nvidia_h100', said)
     said = self.said(*arguments[:-1], 'h100', '--goal', 'quality')
     self.assertIn('48 layers of width 1,600, NVIDIA H200, not\n      nvidia_h100_80gb_hbm3)', said)
@@ -399,6 +463,14 @@ class CommandTest(parameterized.TestCase):
     with contextlib.redirect_stderr(io.StringIO()) as err:
       self.assertEqual(cli.main([*arguments[:-1], 'abacus']), 1)
     self.assertIn("nothing was measured on 'abacus'; pass --device, one of nvidia_h100", err.getvalue())
+
+  def test_of_one_goal_the_tables_have_what_its_answer_rests_on(self):
+    size = ['guide', '--tokens', '32768', '--d', '2048', '--hidden', '8192', '--device', 'h200', '--goal']
+    said = {goal: self.said(*size, goal).partition('What this rests on')[2] for goal in guide.QUESTIONS}
+    self.assertIn('\n  MST  ', said['flops'])
+    self.assertNotRegex(said['flops'], 'neuron level|S-STE')
+    self.assertNotRegex(said['squared_relu'], 'MST|S-STE')
+    self.assertNotRegex(said['quality'], 'MST|neuron level')
 
   def test_of_a_narrow_model_nothing_is_advised_from_wide_ones(self):
     said = self.said('guide', '--tokens', '16384', '--d', '64', '--hidden', '256', '--device', 'h200')
@@ -427,14 +499,15 @@ class CommandTest(parameterized.TestCase):
 class StepsTest(absltest.TestCase):
 
   def test_sessions_make_one_range_and_the_gpu_asked_about_comes_first(self):
-    def session(device, ms):
+    def session(device, ms, processes=3):
       def best(ms, **beside):
         record = {'label': 'FST', 'shape': {'d': 768, 'layers': 12}}
-        return best_steps.Best(ms, 0.9 * ms, 1.1 * ms, 'unrolled', {}, record, 3, beside)
+        return best_steps.Best(ms, 0.9 * ms, 1.1 * ms, 'unrolled', {}, record, processes, beside)
       # A newer dense is of another session.
       return {(device, '124m'): {'dense': best(300.0), 'fst': best(ms, dense=best(100.0))}}
 
     sessions = [session('NVIDIA H200', 80.0), session('NVIDIA H100 80GB HBM3', 50.0), session('NVIDIA H200', 100.0)]
+    sessions.append(session('NVIDIA H200', 10.0, processes=2))  # which settle nothing
     step = evidence.steps(768, sessions, 'nvidia_h200')['fst']
     self.assertAlmostEqual(step.times, 1.125)
     self.assertAlmostEqual(step.least, 90 / 110)
