@@ -1,9 +1,11 @@
-"""What a short search of the masked decay costs: its choice among whole runs, against the best of all whole runs."""
+"""What a search of the masked decay costs, by short runs or flip rates: its choice against the best of whole runs."""
 
 from collections.abc import Collection, Mapping, Sequence
 import math
 import statistics
 from typing import Any
+
+from sparse24_jax.tuning import FEASIBLE_BAND
 
 
 def losses_markdown(columns: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -58,6 +60,69 @@ def row(whole: Sequence[Mapping[str, Any]], short: Sequence[Mapping[str, Any]]) 
     f'{found:g}', f'{losses[found]:.4f}', f'{best:g}', f'{losses[best]:.4f}', above(found),
     above(max(alone, key=lambda decay: losses[decay])),
   ]  # fmt: skip
+
+
+def flips_markdown(records: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]) -> str:
+  """A row a decay: flip rates over those of dense runs at each evaluation before 80% of the steps, and the final loss.
+
+  80% because FST is dense in the last sixth of its steps; what it flips there tells nothing of the decay. The largest
+  decay inside `FEASIBLE_BAND` is chosen, as `tune_masked_decay` chooses; others inside are feasible.
+
+  Args:
+    records: whole runs of FST, of `grid`, at one rate.
+    dense: runs with the same rate, steps and seeds.
+
+  Raises:
+    ValueError: dense runs that are not like that.
+
+  >>> def run(decay, loss, *rates):
+  ...   evaluated = zip((100, 200, 300), rates)
+  ...   return {'decay': decay, 'rate': 1.0, 'seed': 0, 'share': 1.0, 'steps': 300, 'loss': loss,
+  ...           'flip_rate': {'refreshes': [[*pair] for pair in evaluated]}}
+  >>> sparse = [run(1e-4, 2.0, 0.2, 0.1, 0.0), run(1e-3, 2.1, 0.1, 0.07, 0.0), run(1e-2, 2.2, 0.05, 0.01, 0.0)]
+  >>> print(flips_markdown(sparse, [run(0.0, 1.9, 0.2, 0.1, 0.05)]))
+  | decay | flip rate over dense's at step 100 | 200 | validation loss | percent above the best | minus it, by seed |
+  | --- | --- | --- | --- | --- | --- |
+  | 0.0001 | 1.000 | 1.000 | 2.0000 |  |  |
+  | 0.001 | 0.500 | 0.700, chosen | 2.1000 | 5.00 | +0.1000 |
+  | 0.01 | 0.250 | 0.100 | 2.2000 | 10.00 | +0.2000 |
+  """
+  whole = [r for r in records if r['share'] == 1]
+  settings = ({(r['rate'], r['steps'], r['seed']) for r in each} for each in (whole, dense))
+  if len(set(map(frozenset, settings))) != 1:
+    raise ValueError('the dense runs have other rates, steps or seeds than those of FST')
+  steps = [step for step, _ in dense[0]['flip_rate']['refreshes'] if step <= 0.8 * dense[0]['steps']]
+  each: dict[float, list[Mapping[str, Any]]] = {}
+  for r in sorted(whole, key=lambda r: (r['decay'], r['seed'])):
+    each.setdefault(r['decay'], []).append(r)
+  watched = _flips(dense, steps)
+  ratios = {decay: [a / b for a, b in zip(_flips(own, steps), watched, strict=True)] for decay, own in each.items()}
+  low, high = FEASIBLE_BAND
+  feasible = [[decay for decay in each if low <= ratios[decay][i] <= high] for i in range(len(steps))]
+  losses = _losses(whole)
+  best = _best(losses)
+  first, *others = (f'{step:,}' for step in steps)
+  head = [
+    'decay', f"flip rate over dense's at step {first}", *others, 'validation loss', 'percent above the best',
+    'minus it, by seed',
+  ]  # fmt: skip
+  lines = [f'| {" | ".join(head)} |', f'|{" --- |" * len(head)}']
+  for decay, own in each.items():
+    cells = [f'{decay:g}']
+    for ratio, inside in zip(ratios[decay], feasible, strict=True):
+      said = ', chosen' if decay == max(inside, default=None) else ', feasible' if decay in inside else ''
+      cells.append(f'{ratio:.3f}{said}')
+    cells.append(f'{losses[decay]:.4f}')
+    by_seed = (f'{a["loss"] - b["loss"]:+.4f}' for a, b in zip(own, each[best], strict=True))
+    cells += ['', ''] if decay == best else [f'{100 * (losses[decay] / losses[best] - 1):.2f}', ', '.join(by_seed)]
+    lines.append(f'| {" | ".join(cells)} |')
+  return '\n'.join(lines)
+
+
+def _flips(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[float]:
+  """Mean flip rate over the seeds, of the last refresh before each of the steps."""
+  found = [dict(r['flip_rate']['refreshes']) for r in records]
+  return [statistics.fmean(rates[step] for rates in found) for step in steps]
 
 
 def _losses(records: Collection[Mapping[str, Any]]) -> dict[float, float]:

@@ -140,6 +140,14 @@ def _losses_by_decay() -> str:
   })  # fmt: skip
 
 
+def _decay_by_flips(experiment: str, dense: str) -> str:
+  """FST's flip rates and losses by its decay at one size, beside dense runs of the same rate and seeds."""
+  fst = [r for r in provenance.read('decay_grid.jsonl') if r['experiment'] == experiment and r['share'] == 1]
+  alike = {(r['rate'], r['seed']) for r in fst}
+  watched = [r for r in provenance.read(dense) if r['contender'] == 'dense' and (r['rate'], r['seed']) in alike]
+  return decay_grid.flips_markdown(fst, watched)
+
+
 # Document -> table -> what makes it.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
@@ -160,6 +168,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
     'losses by decay': _losses_by_decay,
     'decay by short runs': lambda: decay_grid.markdown(provenance.read('decay_grid.jsonl')),
+    'decay by flips small': lambda: _decay_by_flips('small', 'grid_small.jsonl'),
+    'decay by flips nano': lambda: _decay_by_flips('nano', 'decay_flips_nano.jsonl'),
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'earlier grid small': lambda: _tuned('grid_small_earlier.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
