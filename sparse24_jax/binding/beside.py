@@ -2,7 +2,8 @@
 
 A matmul reads the projected weight. A sum over the weight, a norm say, is of the dense one: right in a penalty, which
 is added to the loss, and wrong in what the model computes, as its exported weights give another sum. And a product of a
-weight may be a matrix itself (`binding.products`).
+weight may be a matrix itself (`binding.products`). Where a matmul reads such a sum it is an error. Elsewhere no trace
+tells what the model computes from penalties and metrics, nor generated weights from mixed ones: those are notes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,10 +72,10 @@ def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> Beside:
   for i, leaf in enumerate(traced.leaves):
     path = traced.paths[i] if i < len(traced.paths) else None
     is_array = jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    marks.append(Mark(frozenset((path,))) if path in rules else Mark(inputs=is_array and path is None, arrays=is_array))
+    marks.append(Mark(frozenset((path,))) if path in rules else Mark(inputs=path is None, arrays=is_array))
   for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, traced.constants, marks), strict=True):
     if mark.added and variable.aval.ndim:
-      walk.report(mark.sums, mark.added)
+      walk.note(mark.sums, mark.added)
   return Beside(walk.problems, walk.notes)
 
 
@@ -83,14 +84,26 @@ class _Walk(NamedTuple):
   notes: dict[str, list[str]]
   projected: frozenset[str]
 
-  def report(self, sums: Iterable[tuple[str, str]], by: str) -> None:
-    """What a model computes has sums over weights in it, by some operation."""
-    for path, source in sorted(each for each in sums if each[0] in self.projected):
+  def refuse(self, sums: Iterable[tuple[str, str]], by: str) -> None:
+    """A matmul reads sums over weights."""
+    for path, source in self._of_projected(sums):
       _tell(
-        self.problems, path, f'{source} reads it as it is stored, dense, and {by} puts what comes of it into what the'
-        ' model computes, where the projected weight would give something else (a penalty: add it to the scalar loss;'
-        ' a norm of the weight: a parameter of its own in its place)'
+        self.problems, path, f'{source} reads it as it is stored, dense, and {by} multiplies by what comes of it, where'
+        ' the projected weight would give something else (a norm of the weight: a parameter of its own in its place)'
       )  # fmt: skip
+
+  def note(self, sums: Iterable[tuple[str, str]], by: str) -> None:
+    """Sums over weights meet what matmuls make, which a model may compute with."""
+    for path, source in self._of_projected(sums):
+      _tell(
+        self.notes, path, f'{path}: {source} reads it as it is stored, dense, and {by} puts what comes of it beside'
+        ' what matmuls make. That is right in a penalty or a metric. In what the model computes the projected weight'
+        ' would give something else, and so does an exported one: take a parameter in the place of a norm of it,'
+        ' or leave the weight dense'
+      )  # fmt: skip
+
+  def _of_projected(self, sums: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted(each for each in sums if each[0] in self.projected)
 
   def through(self, jaxpr: Any, constants: Sequence[Any], marks: Sequence[Mark]) -> list[Mark]:
     known: dict[Any, Mark] = {v: Mark(arrays=jnp.size(c) > 1) for v, c in zip(jaxpr.constvars, constants, strict=True)}
@@ -122,12 +135,15 @@ class _Walk(NamedTuple):
     inner = next((params[key] for key in ('jaxpr', 'call_jaxpr') if key in params), None)
     if inner is not None and len(_jax.open_jaxpr(inner)[0].invars) == len(given):
       return self._inside(equation, inner, given)
+    if not equation.outvars:  # a call out of the program
+      return []
     if name in _MATMULS:
       return [self._matmul(equation, given[:2], name)]
     if name == 'optimization_barrier':
       return given
     found = _union(given)
-    if name == 'is_finite':  # it says the same of the sparse weight
+    # These say the same of the projected weight.
+    if name == 'is_finite' or (name == 'ne' and equation.invars[0] is equation.invars[1]):
       found = Mark(after=found.after, inputs=found.inputs, arrays=found.arrays)
     if found.weights:
       found = self._of_weights(equation, given, found, name)
@@ -202,25 +218,28 @@ class _Walk(NamedTuple):
       fine = not found.added or name in _LINEAR or (name in ('div', 'select_n') and bool(held[0]) == (name == 'div'))
     if fine:
       return found
-    self.report(found.sums, found.added or by)
+    self.note(found.sums, found.added or by)
     return found._replace(sums=frozenset(), added='')
 
   def _matmul(self, equation: Any, operands: Sequence[Mark], name: str) -> Mark:
     found, source, is_scalar = _union(operands), _jax.source_of(equation), not equation.outvars[0].aval.ndim
     sums, alone = found.sums, not (found.arrays or found.after)
-    if all(mark.weights for mark in operands):
-      for path in found.weights - (self.projected if alone else frozenset()):
-        _tell(self.problems, path, f'{name} at {source} multiplies it by itself')
+    both = frozenset.intersection(*(mark.weights for mark in operands))
+    for path in both - (self.projected if alone else frozenset()):
+      _tell(self.problems, path, f'{name} at {source} multiplies it by itself')
     if alone and all(mark.weights or mark.sums for mark in operands):  # in a penalty
       return Mark(sums=sums | self._summed(equation, found), inputs=found.inputs)
     if sums and not is_scalar:
-      self.report(sums, f'{name} at {source}')
+      self.refuse(sums, f'{name} at {source}')
       sums = frozenset()
     sides = _sides(equation, name, operands)
     for one, other in (sides, sides[::-1]) if sides else ():
-      for matrix in matrices(one, other, source):
-        path, text = matrix.product.path, matrix.text
-        _tell(*((self.problems, path, text) if matrix.wrong else (self.notes, path, f'{path}: {text}')))
+      for made in matrices(one, other):
+        _tell(
+          self.notes, made.path, f'{made.path}: the matmul at {made.source} makes a dense matrix of it, by which the'
+          f' one at {source} multiplies inputs. That is right of a network that generates weights. Of experts or'
+          ' kernels that are mixed, multiply by each and mix the results, or leave them dense'
+        )  # fmt: skip
     products = set()
     if name == 'dot_general':
       batch = len(equation.params['dimension_numbers'][1][0])
@@ -242,8 +261,7 @@ def _sides(equation: Any, name: str, marks: Sequence[Mark]) -> list[Operand]:
   else:
     return []
   return [
-    Operand(mark.products, mark.inputs, shape, c, f)
-    for mark, shape, c, f in zip(marks, shapes, contract, free, strict=True)
+    Operand(mark.products, mark.inputs, c, f) for mark, c, f in zip(marks, contract, free, strict=True)
   ]
 
 

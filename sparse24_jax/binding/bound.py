@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
+import logging
 import math
 import re
 from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels._dispatch import log_once
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding.blocks import by_itself
 from sparse24_jax.binding.notes import Notes, take_notes
@@ -272,7 +274,10 @@ def bind_traced(recipe: Recipe, params: Any, traced: Traced, *, all_read: bool =
   problems = [problem for problem in found.values() if isinstance(problem, str)]
   if problems:
     raise ValueError('\n'.join(problems))
-  return Bound.of(recipe, [weight for weight in found.values() if not isinstance(weight, str)])
+  weights = [weight for weight in found.values() if not isinstance(weight, str)]
+  for note in (note for weight in weights for note in weight.notes):
+    log_once(note, 'sparse24_jax', logging.WARNING)
+  return Bound.of(recipe, weights)
 
 
 def find_weights(

@@ -28,53 +28,34 @@ class Operand(NamedTuple):
   Attributes:
     products: that it is.
     inputs: whether inputs of the function are in it.
-    shape: of it.
     contract: its axes that are summed over.
     free: its axes that the result has, but for batch axes.
   """
 
   products: frozenset[Product]
   inputs: bool
-  shape: tuple[int, ...]
   contract: Sequence[int]
   free: Sequence[int]
 
 
 def product_of(path: str, source: str, sides: Sequence[Operand], weight: int, batch: int) -> Product:
   """What a `dot_general` makes of a weight on one of its sides."""
-  axes = [('w' if i == weight else 'o') if side.shape[a] > 1 else '' for i, side in enumerate(sides) for a in side.free]
+  axes = ['w' if i == weight else 'o' for i, side in enumerate(sides) for _ in side.free]
   return Product(path, source, (*[''] * batch, *axes))
 
 
-class Matrix(NamedTuple):
-  """A product that is a matrix by which inputs are multiplied: what to say of it, and whether it is surely wrong."""
+def matrices(one: Operand, other: Operand) -> list[Product]:
+  """The products on one side of a matmul that are a matrix by which inputs on the other are multiplied.
 
-  product: Product
-  text: str
-  wrong: bool
+  Nothing of theirs comes from inputs, and the weight's own axes are summed over and left.
+  """
+  if one.inputs or not other.inputs:
+    return []
 
+  def of(made: Product, axes: Sequence[int]) -> set[str]:
+    return {*''.join(made.axes[a] for a in axes)}
 
-def matrices(one: Operand, other: Operand, source: str) -> list[Matrix]:
-  """The products of weights among the operands of a matmul by which it multiplies inputs."""
-  found = []
-  # Of two matrices, the heads of queries and keys say, neither is what the other's rows are multiplied by.
-  of_matrix = {a for made in other.products for a in other.free if made.axes[a] == 'w'}
-  rows = any(other.shape[a] > 1 and a not in of_matrix for a in other.free)
-  for made in sorted(one.products) if other.inputs else ():
-    summed, left = ({*''.join(made.axes[a] for a in axes)} for axes in (one.contract, one.free))
-    if left != {'w'} or not summed:
-      continue
-    text = f'the matmul at {made.source} makes a dense matrix of it, by which the matmul at {source} multiplies inputs'
-    if 'w' in summed and not one.inputs:
-      text = f'{text} (multiply these by each matrix that the weight holds, and mix the results)'
-      found.append(Matrix(made, text, wrong=True))
-    elif 'w' in summed and rows:
-      text = f'{text}. That is right of a network that generates weights. Of experts or kernels that are mixed,'
-      found.append(Matrix(made, f'{text} multiply by each and mix the results', wrong=False))
-    elif 'w' not in summed and not one.inputs:
-      text = f'{text}. That is right of a memory that tokens attend to. If the first matmul resizes or rotates the'
-      found.append(Matrix(made, f'{text} weight, do that to the parameters, once', wrong=False))
-  return found
+  return [made for made in sorted(one.products) if of(made, one.free) == {'w'} and 'w' in of(made, one.contract)]
 
 
 def follow_products(equation: Any, given: Sequence[frozenset[Product]]) -> list[frozenset[Product]]:

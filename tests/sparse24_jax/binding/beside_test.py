@@ -1,4 +1,4 @@
-"""Sums over weights beside their matmuls: right in a penalty, refused in what a model computes."""
+"""Sums over weights beside their matmuls: right in a penalty, refused in a matmul, warned of elsewhere."""
 
 from absl.testing import absltest, parameterized
 import jax
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 STE = s24.recipes.ste('w')
@@ -47,6 +48,19 @@ def _penalty_of_layers(w, x):
 class SumsTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
+    ('in_front', lambda w, x: (x / jnp.linalg.norm(w)) @ w, 'reduce_sum'),
+    ('normalised', lambda w, x: x @ (w / jnp.abs(w).max()), 'reduce_max'),
+    ('normalised_in_a_loop', lambda w, x: jax.lax.map(lambda r: x @ (w * r), jnp.abs(w).max(0)), 'reduce_max'),
+    ('norm_of_scaled', lambda w, x: x @ (w / jnp.sqrt(jnp.sum((w * 2) ** 2))), 'reduce_sum'),
+    ('feature', lambda w, x: jnp.concatenate([x @ w, jnp.full((4, 1), w.max())], 1) @ jnp.ones((33, 2)), 'reduce_max'),
+    ('product_with_itself', lambda w, x: x @ (w @ w.T) @ w, 'dot_general'),
+  )  # fmt: skip
+  def test_refuses_what_a_matmul_multiplies_by(self, f, summed):
+    message = rf"^w of shape .*: {summed} at .* dense, and dot_general at .* multiplies by .*with_dense\('w'\)$"
+    with self.assertRaisesRegex(ValueError, message):
+      s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+
+  @parameterized.named_parameters(
     ('weight_norm', lambda w, x: x @ w * (2 / jnp.linalg.norm(w, axis=0, keepdims=True)), 'reduce_sum', 'mul'),
     ('detached', lambda w, x: x @ w / jax.lax.stop_gradient(jnp.linalg.norm(w, 2, 0, True)), 'reduce_sum', 'div'),
     ('one_number', lambda w, x: x @ w / jnp.linalg.norm(w), 'reduce_sum', 'div'),
@@ -54,22 +68,23 @@ class SumsTest(parameterized.TestCase):
     ('standardised', lambda w, x: x @ w - x[:, :1] * w.mean(0, keepdims=True), 'reduce_sum', 'sub'),
     ('loss_of_standardised', lambda w, x: _loss(x @ w - x[:, :1] * w.mean(0, keepdims=True)), 'reduce_sum', 'sub'),
     ('bias', lambda w, x: _loss(jax.nn.relu(x @ w + w.mean())), 'reduce_sum', 'add'),
-    ('in_front', lambda w, x: (x / jnp.linalg.norm(w)) @ w, 'reduce_sum', 'dot_general'),
-    ('normalised', lambda w, x: x @ (w / jnp.abs(w).max()), 'reduce_max', 'dot_general'),
-    ('normalised_in_a_loop', lambda w, x: jax.lax.map(lambda r: x @ (w * r), jnp.abs(w).max(0)), 'reduce_max', 'dot'),
-    ('norm_of_scaled', lambda w, x: x @ (w / jnp.sqrt(jnp.sum((w * 2) ** 2))), 'reduce_sum', 'dot_general'),
     ('layers', _normalised_layers, 'reduce_sum', 'div'),
     ('the_layer_before', _carried_norm, 'reduce_sum', 'mul'),
     ('branch', lambda w, x: jax.lax.cond(_squares(w) > 1, lambda y: y, lambda y: 2 * y, x @ w), 'reduce_sum', 'cond'),
-    ('where', lambda w, x: jnp.where(w.max() > 1, x @ w, 0), 'reduce_max', 'select_n'),
-    ('feature', lambda w, x: jnp.concatenate([x @ w, jnp.full((4, 1), w.max())], 1) @ jnp.ones((33, 2)), 'reduce_max',
-     'dot_general'),
-    ('product_with_itself', lambda w, x: x @ (w @ w.T) @ w, 'dot_general', 'dot_general'),
+    ('where', lambda w, x: jnp.where(w.max() < 2, x @ w, 0), 'reduce_max', 'select_n'),
+    ('metric_of_columns', lambda w, x: (_loss(x @ w), jnp.linalg.norm(x @ w, 2, 0) / jnp.linalg.norm(w, 2, 0)),
+     'reduce_sum', 'div'),
   )  # fmt: skip
-  def test_refuses_what_a_model_computes_with(self, f, summed, by):
-    message = rf"^w of shape .*: {summed} at .* dense, and {by}\w* at .* puts .*with_dense\('w'\)$"
-    with self.assertRaisesRegex(ValueError, message):
-      s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+  def test_warns_of_what_meets_what_matmuls_make(self, f, summed, by):
+    message = rf'w: {summed} at .* dense, and {by}\w* at .* puts .* right in a penalty or a metric'
+    given = STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
+    checked = s24.check(*given)
+    self.assertTrue(checked.ok, checked)
+    self.assertRegex('\n'.join(checked.notes), f'WARNING  {message}')
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      s24.bind(*given)
+    self.assertRegex('\n'.join(logs.output), message)
 
   @parameterized.named_parameters(
     ('squares', lambda w, x: _loss(x @ w) + 0.1 * _squares(w)),
@@ -92,12 +107,14 @@ class SumsTest(parameterized.TestCase):
     ('weighted_anchor', lambda w, x: _loss(x @ w) + jnp.sum(jnp.tile(x, (4, 2)) * (w - jnp.tile(x, (4, 2))) ** 2)),
     ('deviation', lambda w, x: (_loss(x @ w), jnp.std(w))),
     ('guard', lambda w, x: x @ w * jnp.where(jnp.all(jnp.isfinite(w)), 1.0, jnp.nan)),
+    ('guard_of_nan', lambda w, x: jnp.where(jnp.isnan(w).any(), jnp.nan, x @ w)),
+    ('printed', lambda w, x: (jax.debug.print('{}', x.sum()), x @ w)[1]),
   )  # fmt: skip
   def test_a_penalty_or_a_metric_reads_the_weight_as_it_is(self, f):
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 32), (4, 16)))
     bound = s24.bind(STE, lambda p, x: f(p['w'], x), {'w': w}, x)
-    self.assertEqual([weight.path for weight in bound.weights], ['w'])
+    self.assertEqual([(weight.path, weight.notes) for weight in bound.weights], [('w', ())])
 
   @parameterized.named_parameters(
     ('by_hand', lambda w, x: (x[:, :, None] * w[None]).sum(1), 'mul at .*, then reduce_sum at'),
@@ -122,8 +139,8 @@ class SumsTest(parameterized.TestCase):
     params, x = {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
     bound = s24.bind(STE, lambda p, x: x @ p['w'], params, x)
     variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
-    other = s24.sparsify(lambda p, x: x @ p['w'] / jnp.linalg.norm(p['w']), bound)
-    with self.assertRaisesRegex(ValueError, r'^w: reduce_sum at .* dense, and div at .*Bind the recipe to what is run'):
+    other = s24.sparsify(lambda p, x: (x / jnp.linalg.norm(p['w'])) @ p['w'], bound)
+    with self.assertRaisesRegex(ValueError, '^w: reduce_sum at .* dense, and dot_general .*Bind the recipe to what is'):
       other(params, variables, None, x)
 
   def test_a_weight_in_fp8_without_a_projection_has_its_own_norm(self):
