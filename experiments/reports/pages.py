@@ -9,6 +9,7 @@ from experiments.reports import (
   best_steps,
   compared,
   decay_grid,
+  equal_flops,
   faults,
   measured,
   papers,
@@ -148,6 +149,22 @@ def _decay_by_flips(experiment: str, dense: str) -> str:
   return decay_grid.flips_markdown(fst, watched)
 
 
+def _equal_flops() -> str:
+  """Moving topologies and dense models of several shapes, at equal FLOPs."""
+  shapes = table.read(provenance.RESULTS / 'grid_flops_shapes_nano_cpu.jsonl').values()
+  others = [equal_flops.named_by_shape(record) for records in shapes for record in records]
+  return table.steps_markdown([*_read('grid_flops_nano_cpu.jsonl', _FLOPS), *others], 'dense_small')
+
+
+def _restoration() -> str:
+  mst = [r for r in _read('grid_flops_nano.jsonl', _FLOPS) if r['contender'] == 'mixed_sparsity']
+  return equal_flops.restoration_markdown([
+    ('CPU cores', _read('grid_flops_restored_nano_cpu.jsonl', _FLOPS)), ('H200', mst)
+  ])  # fmt: skip
+
+
+_FLOPS = 'nano, 2,000 steps each'
+
 # Document -> table -> what makes it.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
@@ -182,8 +199,9 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid kernel patterns': lambda: _tuned('grid_kernel_patterns_small.jsonl', 'small, 900 steps each'),
     'race of activations at 124m': lambda: table.steps_markdown(race('124m, short')),
     'race of activations by seed': lambda: race_by_seed('124m, short', 'neuron_level'),
-    'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
-    'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
+    'grid flops': lambda: _tuned('grid_flops_nano.jsonl', _FLOPS, 'dense_small'),
+    'grid flops cpu': _equal_flops,
+    'restoration': _restoration,
     'papers': papers.markdown,
     'race by seed': lambda: race_by_seed('302m', 's_ste_fp8_all'),
     'race of 110 seconds': lambda: measured.race_by_the_clock(

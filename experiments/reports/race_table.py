@@ -193,8 +193,8 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
       shares = shares_of_time(own, found[plain])
     shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
     rows.append([
-      own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
-      '' if name == against else _interval(pairs, '+'),
+      own.title, f'{own.rate:g}', str(len(losses)), interval(losses, ''),
+      '' if name == against else interval(pairs, '+'),
       _share(shares_of_time(lower, other)) if name != against and all(map(math.isfinite, pairs)) else '',
       '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'),
       _share(shares), shorter,
@@ -214,8 +214,8 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
       str(own.searched), str(len(own.losses)) + (', which chose' if own.of_search else ''),
-      _interval(list(own.losses.values()), ''),
-      '' if name == against else _interval(pairs, '+'), '' if name == against else _interval(percent, '+', 2),
+      interval(list(own.losses.values()), ''),
+      '' if name == against else interval(pairs, '+'), '' if name == against else interval(percent, '+', 2),
     ])  # fmt: skip
   return rows
 
@@ -242,7 +242,12 @@ def _range(values: Sequence[float], digits: str) -> str:
   return least if least == most else f'{least} to {most}'
 
 
-def _interval(values: Sequence[float], sign: str, digits: int = 4) -> str:
+def interval(values: Sequence[float], sign: str = '', digits: int = 4) -> str:
+  """The mean of values and half its 95% interval, in words where there is none; `sign` '+' shows that of the mean.
+
+  >>> interval([1.5, 1.7]), interval([0.25], '+')
+  ('1.6000 ± 1.2706', '+0.250, one seed')
+  """
   if not values:
     return ''
   if not all(map(math.isfinite, values)):
@@ -253,7 +258,7 @@ def _interval(values: Sequence[float], sign: str, digits: int = 4) -> str:
 
 
 def _share(shares: Sequence[float]) -> str:
-  return 'never' if math.inf in shares else _interval(shares, '', 2)
+  return 'never' if math.inf in shares else interval(shares, '', 2)
 
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
