@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from experiments.reports import race_table as table
-from experiments.runs.models.gpt2 import make_config
+from experiments.runs.build import FAMILIES
 import sparse24_jax as s24
 
 
@@ -17,7 +17,7 @@ def named_by_shape(record: Mapping[str, Any]) -> dict[str, Any]:
   'dense, as many FLOPs: 1 layer, width 48, FFN 192, 1,662 steps'
   """
   settings = {name: record['model'][name] for name in ('size', *_SHAPE) if name in record['model']}
-  made = make_config(**settings, vocab_size=256)
+  made = FAMILIES['gpt2'].make_config(**settings, vocab_size=256)
   layers = f'{made.num_layers} layer{"s" * (made.num_layers > 1)}'
   shape = f'{layers}, width {made.embed_dim}, FFN {made.hidden_dim}, {record["steps"]:,} steps'
   return {**record, 'title': f'dense, as many FLOPs: {shape}', 'contender': f'dense: {shape}'}
