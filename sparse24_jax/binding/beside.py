@@ -30,7 +30,7 @@ class Mark(NamedTuple):
     sums: paths of weights that were summed up, and where.
     after: whether the result of a matmul is in it.
     added: the operation that added sums to entries of such a result, or ''.
-    inputs: whether the function's arguments behind the parameters are in it. Numbers and keys do not count.
+    inputs: whether the function's arguments behind the parameters are in it, numbers and keys too.
     arrays: whether any arrays are in it that are no weights: inputs, other parameters or constants.
     repeated: whether it repeats an array.
     by_hand: the operation that combined weights with arrays of another shape, as in a matmul by another name, or ''.
@@ -260,9 +260,7 @@ def _sides(equation: Any, name: str, marks: Sequence[Mark]) -> list[Operand]:
     contract, free = (lhs[1:2], rhs[1:]), ((lhs[0], *lhs[2:]), rhs[:1])
   else:
     return []
-  return [
-    Operand(mark.products, mark.inputs, c, f) for mark, c, f in zip(marks, contract, free, strict=True)
-  ]
+  return [Operand(mark.products, mark.inputs, c, f) for mark, c, f in zip(marks, contract, free, strict=True)]
 
 
 def _tell(found: dict[str, list[str]], path: str, text: str) -> None:

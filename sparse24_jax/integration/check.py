@@ -75,8 +75,8 @@ class Checked:
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
     notes: what may be wrong: alternatives in the pattern of a rule that match no weight, as a mistyped one does;
-      weights of which a matmul makes the matrix of another; weights whose axes only a bound recipe knows; masked
-      decay that a clip seems to act on.
+      sums over a weight that meet what matmuls make, and weights of which a matmul makes a dense matrix; weights whose
+      axes only a bound recipe knows; masked decay that a clip seems to act on.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
