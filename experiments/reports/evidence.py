@@ -18,9 +18,8 @@ RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons with seeds in which most methods were tuned, and what tells one from others of its model and length. The
 # long one has rates that were tuned in shorter runs.
 COMPARISONS = {
-  'grid_nano.jsonl': '', 'grid_small.jsonl': '', 'grid_small_earlier.jsonl': 'an earlier text',
-  'race_h200_124m.jsonl': '', 'race_h200_124m_long.jsonl': '', 'race_h200_seeds.jsonl': '',
-  'race_h200_wide2048_3.jsonl': '', 'race_h200_774m.jsonl': '', 'race_h200_wide4096.jsonl': '',
+  'grid_nano.jsonl': '', 'grid_small.jsonl': '', 'race_h200_124m.jsonl': '', 'race_h200_124m_long.jsonl': '',
+  'race_h200_seeds.jsonl': '', 'race_h200_wide2048_3.jsonl': '', 'race_h200_774m.jsonl': '', 'race_h200_wide4096.jsonl': '',
   'race_h200_wide4096_one_gpu.jsonl': 'one GPU', 'grid_activations_small.jsonl': 'squared ReLU',
   'grid_kernel_patterns_small.jsonl': 'squared ReLU, 128 sequences a step',
   'race_h200_124m_short.jsonl': 'squared ReLU', 'grid_flops_nano_cpu.jsonl': '',

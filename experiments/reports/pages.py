@@ -188,7 +188,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'decay by flips small': lambda: _decay_by_flips('small', 'grid_small.jsonl'),
     'decay by flips nano': lambda: _decay_by_flips('nano', 'decay_flips_nano.jsonl'),
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
-    'earlier grid small': lambda: _tuned('grid_small_earlier.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),

@@ -14,8 +14,7 @@ from experiments.runs.records import group, RunRecord
 
 # Comparisons -> what a row calls them; those of which every method was tuned come first.
 FILES: Mapping[str, str] = {
-  'grid_nano.jsonl': 'nano, tuned', 'grid_small.jsonl': '10.7 M, tuned',
-  'grid_small_earlier.jsonl': '10.7 M, tuned', 'grid_flops_nano_cpu.jsonl': 'nano, tuned',
+  'grid_nano.jsonl': 'nano, tuned', 'grid_small.jsonl': '10.7 M, tuned', 'grid_flops_nano_cpu.jsonl': 'nano, tuned',
   'grid_activations_nano.jsonl': 'nano, tuned', 'grid_activations_small.jsonl': '10.7 M, tuned',
   'compare_nano.jsonl': 'nano', 'compare_llama_nano.jsonl': 'Llama nano', 'compare_neuron_level_nano.jsonl': 'nano',
   'compare_dense_neurons_nano.jsonl': 'nano', 'compare_two_of_four_tokens_nano.jsonl': 'nano',
