@@ -78,7 +78,8 @@ def teraflops(record: Mapping[str, Any]) -> float:
 def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   """A row a contender, by loss: label, milliseconds, times faster, TFLOP/s, steps, losses a rate, seed by seed.
 
-  A contender that trained on several devices has the least and the most of milliseconds and steps.
+  A contender that trained on several devices has the least and the most of milliseconds and steps. Times of runs that
+  say that other programs `disturbed` them are left out.
   """
   runs = _whole(records)
   against = dense_of({r['contender'] for r in runs})
@@ -92,10 +93,12 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
       losses.setdefault(settings, []).append(r['loss'])
     said = '; '.join(f'{settings}: ' + ', '.join(map(_loss, each)) for settings, each in losses.items())
     best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
-    ms = [r['step_ms'] for r in own]
-    faster = f'{statistics.fmean(set(dense)) / statistics.fmean(set(ms)):.2f}' if dense else ''
-    speed = teraflops({**own[0], 'step_ms': statistics.fmean(set(ms))})
-    row = [own[0]['title'], _range(ms, '.1f'), faster, f'{speed:.0f}', _range([r['steps'] for r in own], 'd'), said]
+    faster = speed = ''
+    if ms := [r['step_ms'] for r in own if not r.get('disturbed')]:
+      mean = statistics.fmean(set(ms))
+      faster = f'{statistics.fmean(set(dense)) / mean:.2f}' if dense else ''
+      speed = f'{teraflops({**own[0], "step_ms": mean}):.0f}'
+    row = [own[0]['title'], _range(ms, '.1f'), faster, speed, _range([r['steps'] for r in own], 'd'), said]
     found.append((best, row))
   return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
@@ -238,6 +241,8 @@ def _loss(loss: float | None) -> str:
 
 
 def _range(values: Sequence[float], digits: str) -> str:
+  if not values:
+    return ''
   least, most = (format(value, digits) for value in (min(values), max(values)))
   return least if least == most else f'{least} to {most}'
 
