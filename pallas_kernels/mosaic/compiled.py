@@ -1,4 +1,4 @@
-"""Compiled Mosaic GPU kernels, kept on disk for the next process; only with `SPARSE24_JAX_KEEP_COMPILED=1`.
+"""Compiled Mosaic GPU kernels, kept on disk for the next process.
 
 XLA compiles a kernel in each process anew, one after another. JAX's plug-in holds a process' kernels in a table, by a
 hash of what was lowered, and an executable of one kernel alone puts it there when it is loaded. So when a kernel is
@@ -25,15 +25,14 @@ from pallas_kernels import _compat as compat
 from pallas_kernels import _disk_cache
 from pallas_kernels._dispatch import log_once
 
-VARIABLE = 'SPARSE24_JAX_KEEP_COMPILED'
 _lock = threading.Lock()
 _seen: set[str] = set()
 
 
 def is_on() -> bool:
-  """Whether compiled kernels are to be kept; not where Mosaic writes down what it compiles."""
+  """Whether compiled kernels are kept: where there is a folder, unless Mosaic writes down what it compiles."""
   dumps = any(name.startswith('MOSAIC_GPU_DUMP') for name in os.environ)
-  return os.environ.get(VARIABLE) == '1' and not dumps and _disk_cache.folder() is not None
+  return not dumps and _disk_cache.folder() is not None
 
 
 def keep(

@@ -33,8 +33,7 @@ class CompiledTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-    variables = {_disk_cache.VARIABLE: str(self.folder), compiled.VARIABLE: '1'}
-    self.enter_context(mock.patch.dict(os.environ, variables))
+    self.enter_context(mock.patch.dict(os.environ, {_disk_cache.VARIABLE: str(self.folder)}))
     self.gpu = self.enter_context(mock.patch.object(_compat, 'gpu_here', return_value=_GPU))
     self.made = self.enter_context(mock.patch.object(_compat, 'serialized_executable', side_effect=self._make))
     self.loaded = self.enter_context(mock.patch.object(_compat, 'load_executable'))
@@ -51,7 +50,7 @@ class CompiledTest(parameterized.TestCase):
     with mock.patch.object(compiled, '_seen', set()):
       texts = {_lowered(), _lowered()}
     self.assertEqual((self.made.call_count, self.loaded.call_count), (made, loaded))
-    with mock.patch.dict(os.environ, {compiled.VARIABLE: '0'}):
+    with mock.patch.object(compiled, 'is_on', lambda: False):
       self.assertEqual(texts, {_lowered()})
 
   def _kept(self) -> list[Path]:
@@ -92,9 +91,8 @@ class CompiledTest(parameterized.TestCase):
         self._process(made=1, loaded=0)
     self._process(made=0, loaded=1)
 
-  @parameterized.parameters((compiled.VARIABLE, ''), (compiled.VARIABLE, 'off'), (_disk_cache.VARIABLE, 'off'))
-  def test_nothing_is_kept_unless_asked_for(self, variable, value):
-    with mock.patch.dict(os.environ, {variable: value}):
+  def test_nothing_is_kept_without_a_folder_or_a_gpu(self):
+    with mock.patch.dict(os.environ, {_disk_cache.VARIABLE: 'off'}):
       self._process(made=0, loaded=0)
     self.gpu.return_value = None
     self._process(made=0, loaded=0)
