@@ -7,6 +7,8 @@ function of its variables, and puts back what it changed.
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
+import inspect
+import types
 from typing import Any
 
 from flax import linen as nn
@@ -27,9 +29,8 @@ _PLAIN = 'sparse24_plain'  # of a class of a dense phase: the one in whose place
 class SparseModule(nn.Module):
   """A model with the recipe's policies in its matmuls; made by `sparsify`.
 
-  Parameters, checkpoints and arguments are those of the model; methods other than `__call__` go through `run`. Apply it
-  with the collection `'sparse24'` (`sparse_variables`) and, where gradients are taken with MVUE, an rng named
-  `'mvue'`.
+  Parameters, checkpoints, arguments and methods are those of the model. Apply it with the collection `'sparse24'`
+  (`sparse_variables`) and, where gradients are taken with MVUE, an rng named `'mvue'`.
   """
 
   # The model's own names live in the scope that both share: no model has this one.
@@ -50,19 +51,43 @@ class SparseModule(nn.Module):
   def __getattr__(self, name: str) -> Any:
     try:
       return super().__getattr__(name)
-    except AttributeError as error:
+    except AttributeError:
       # Not by an attribute of this object, which Flax would look for here again.
-      if name.startswith('_') or not callable(getattr(type(vars(self).get('sparse24_model')), name, None)):
+      method = inspect.getattr_static(type(vars(self).get('sparse24_model')), name, None)
+      if name.startswith('_') or not inspect.isfunction(method):
         raise
-      raise AttributeError(
-        f"{name!r} is a method of the model: apply(variables, {name!r}, x, method='run') runs it by the recipe"
-      ) from error
+    return types.MethodType(lambda module, *args, **kwargs: module.run(name, *args, **kwargs), self)
+
+  @nn.nowrap
+  def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    return super().apply(variables, *args, method=self._by_name(method), **kwargs)
+
+  @nn.nowrap
+  def init_with_output(self, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    """By the model itself: the same key makes the same weights."""
+    method = self._by_name(method)
+    if method == 'run':
+      method, *args = args
+    out, variables = self.sparse24_model.init_with_output(rngs, *args, method=method, **kwargs)
+    self._check_params(method, variables)
+    return out, variables
+
+  @nn.nowrap
+  def _check_params(self, method: str | None, variables: Mapping[str, Any]) -> None:
+    if method in (None, '__call__') and 'params' in variables:  # another one need not make all parameters
+      matched_rules(variables['params'], self.recipe)
+
+  @nn.nowrap
+  def _by_name(self, method: Any) -> Any:
+    """The name of a method of the model: as a function it would look here for what the model has."""
+    function = getattr(method, '__func__', method)
+    name = getattr(function, '__name__', '')
+    return name if function is not None and getattr(type(self.sparse24_model), name, None) is function else method
 
   def _run(self, method: str, args: tuple, kwargs: dict):
-    if self.is_initializing():
+    if self.is_initializing():  # as a part of another model
       out = getattr(self.sparse24_model, method)(*args, **kwargs)
-      if method == '__call__' and 'params' in self.variables:  # another one need not make all parameters
-        matched_rules(self.variables['params'], self.recipe)
+      self._check_params(method, self.variables)
       return out
     scope = self.scope
     assert scope is not None
@@ -94,6 +119,8 @@ class SparseModule(nn.Module):
       return (out, {}) if scope.mutable is False else out
 
     out, changed = run_sparse(self.recipe, function, params, own, key, collections, streams, args, kwargs)
+    if capture:  # Flax adds what this call returns
+      changed.get('intermediates', {}).pop('__call__', None)
     for name, values in changed.items():
       for entry, value in values.items():
         scope.put_variable(name, entry, value)

@@ -31,11 +31,10 @@ def sparsify(
 ) -> Any:
   """The model with sparse matmuls in the layers that the rules match; parameters and checkpoints stay as they are.
 
-  A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
-  sparse_variables(...)}` and `rngs={'mvue': key}`; another method than `__call__` is `apply(variables, 'encode', x,
-  method='run')`. A function of parameters, or of an nnx model, comes back as `g(params or model, variables, key,
-  *args)`. Give each step and each micro-batch a key of its own, `jax.random.split(key, n)`: the gradients of those that
-  share one are sampled alike, and nothing notices it.
+  A linen model comes back wrapped: same methods and parameter tree, applied with `{'params': params, 'sparse24':
+  sparse_variables(...)}` and `rngs={'mvue': key}`. A function of parameters, or of an nnx model, comes back as
+  `g(params or model, variables, key, *args)`. Give each step and each micro-batch a key of its own,
+  `jax.random.split(key, n)`: the gradients of those that share one are sampled alike, and nothing notices it.
 
   An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse. Before each
   forward bring the states in with `nnx.update(model, sparse_variables(...))`. Where a trainer owns the step

@@ -134,8 +134,40 @@ class SameModelTest(parameterized.TestCase):
     sparse = s24.sparsify(TwoDoors(), recipe)
     plain = apply(sparse, variables(params, recipe))
     self.assertEqual(plain.dtype, jnp.bfloat16)
-    twice = sparse.apply(variables(params, recipe), 'encode', X, scale=2.0, method='run')
-    np.testing.assert_array_equal(twice, 2 * np.asarray(plain))
+    v = variables(params, recipe)
+    for method in ('encode', TwoDoors.encode, TwoDoors().encode, sparse.encode, lambda m, *a, **k: m.encode(*a, **k)):
+      with self.subTest(str(method)):
+        twice = sparse.apply(v, X, scale=2.0, method=method)
+        np.testing.assert_array_equal(twice, 2 * np.asarray(plain))
+    np.testing.assert_array_equal(sparse.bind(v).encode(X), plain)
+    np.testing.assert_array_equal(sparse.apply(v, 'encode', X, method='run'), plain)
+
+  def test_the_same_key_makes_the_weights_of_the_model(self):
+    class Around(nn.Module):
+      inside: nn.Module
+
+      def __call__(self, x):
+        return self.inside(x)
+
+      def door(self, x):
+        return self.inside(x)
+
+    for model in (nn.Sequential((nn.Dense(8), nn.Dense(4))), Around(nn.Sequential((nn.Dense(8), nn.Dense(4))))):
+      sparse, key = s24.sparsify(model, s24.recipes.ste('.*kernel')), jax.random.key(0)
+      params = model.init(key, X)['params']
+      jax.tree.map(np.testing.assert_array_equal, sparse.init(key, X)['params'], params)
+    found = sparse.init(key, X, method=Around.door)['params']
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    with self.assertRaisesRegex(ValueError, 'for no weight'):
+      s24.sparsify(model, s24.recipes.ste('elsewhere/.*')).init(key, X)
+
+  def test_intermediates_are_captured_once(self):
+    model, recipe = nn.Sequential((nn.Dense(8), nn.relu, nn.Dense(4))), s24.recipes.ste('.*kernel')
+    params = init(model)
+    how = dict(capture_intermediates=True, mutable=['intermediates'])
+    _, plain = model.apply({'params': params}, X, **how)
+    _, sparse = s24.sparsify(model, recipe).apply(variables(params, recipe), X, **how)
+    self.assertEqual(jax.tree.structure(sparse), jax.tree.structure(plain))
 
   def test_dense_general(self):
     class General(nn.Module):
