@@ -176,7 +176,7 @@ def rows(found: Matmul, reading: Reading) -> Array:
     x = jnp.transpose(x, (*range(len(lead)), *(len(lead) + i for i in _order(runs, contracted))))
   # Axes of length one among the batch are none of the weight's runs.
   sizes = [run.size for run in reading.runs[: reading.axes[0]]]
-  return x.reshape(*sizes, *lead[len(batch[0]) :], -1)
+  return x.reshape(*sizes, *lead[len(batch[0]) :], math.prod(x.shape[len(lead) :]))
 
 
 def as_rows(y: Array, found: Matmul, order: Sequence[int], down: Matmul, reading: Reading) -> Array:

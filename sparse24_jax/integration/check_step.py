@@ -169,7 +169,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   if not all(folders):
     raise ValueError(
       f'the arguments hold a state of sparse_training for {listed(masks[folders.index([])])}, and no parameters with'
-      ' these paths: give check_step what the loop gives the step'
+      ' these paths: give check_step what the loop gives the step, or, where that takes the parameters in parts, a'
+      " function of all of them, check_step(lambda params, *rest: step(params['base'], params['lora'], *rest), params, ...)"
     )
   if len(masks) > 1:
     folders = trained_by_each(traced.jaxpr, given, folders)

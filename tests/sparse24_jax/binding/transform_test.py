@@ -238,6 +238,18 @@ class TransformTest(parameterized.TestCase):
       [((16, 8), columns.spec), ((4, 8), rows.spec)],
     )
 
+  @parameterized.parameters((0, 16), (3, 0, 16))
+  def test_a_batch_of_no_tokens(self, *shape):
+    def f(p, x):
+      return jax.nn.gelu(x @ p['up']) @ p['down']
+
+    params, x = {'up': jnp.ones((16, 32)), 'down': jnp.ones((32, 16))}, jnp.zeros(shape)
+    bound = s24.bind(RECIPES['packed'], f, params, jnp.ones((*shape[:-2], 4, 16)))
+    states, sparse = at_start(bound, params)[0], s24.sparsify(f, bound)
+    self.assertEqual(sparse(params, states, None, x).shape, shape)
+    for g in jax.tree.leaves(jax.grad(lambda p: sparse(p, states, None, x).sum())(params)):
+      self.assertFalse(np.asarray(g).any())
+
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
     params, x = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), arguments('scan'))

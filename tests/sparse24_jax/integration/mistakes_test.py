@@ -23,6 +23,26 @@ def on_shards(p, x):
   return f(p, x)
 
 
+class PartsTest(absltest.TestCase):
+
+  def test_a_step_that_takes_the_parameters_in_parts_is_checked_by_a_function_of_all(self):
+    params = {'base': params_of(8, 8), 'head': params_of(8, 4)}
+    tx = s24.sparse_training(optax.sgd(0.1), FST)
+    loss = s24.sparsify(lambda p, x: jnp.mean((x @ p['base']['w']) @ p['head']['w']) ** 2, FST)
+
+    def step(base, head, state, x):
+      whole = {'base': base, 'head': head}
+      variables = s24.sparse_variables(whole, state, FST)
+      grads = jax.grad(loss)(whole, variables, jax.random.key(0), x)
+      return tx.update(grads, state, whole)
+
+    state, x = tx.init(params), jnp.ones((4, 8))
+    with self.assertRaisesRegex(ValueError, r'parameters in parts, a function of all of them, check_step\(lambda'):
+      s24.check_step(step, params['base'], params['head'], state, x)
+    checked = s24.check_step(lambda p, *rest: step(p['base'], p['head'], *rest), params, state, x)
+    self.assertLen(checked.weights, 2)
+
+
 class AnotherRecipeTest(parameterized.TestCase):
 
   def test_masks_of_one_shape_by_another_search(self):
