@@ -100,11 +100,13 @@ class Found(NamedTuple):
     reads: all matmuls that read them.
     named: by name what is in its values, in the order of the program. What a loop does stands once.
     altered: the weights that get an update which something multiplied, and nowhere an update as it was returned.
+    returned: the weights of which the program returns a state that one of its updates made.
   """
 
   reads: list[Read]
   named: dict[str, list[Named]]
   altered: frozenset[tuple[str, str]] = frozenset()
+  returned: frozenset[tuple[str, str]] = frozenset()
 
 
 _NONE = Marks()
@@ -125,7 +127,7 @@ def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]
   """What becomes of the weights of a jaxpr, whose arguments are marked; `made` says what has a name, by that name."""
   keys = list(dict.fromkeys(key for mark in marks for key in mark.dense))
   flow = _Flow({}, {}, made, set(), set())
-  flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
+  out = flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
   reads = list(flow.reads)
   return Found(
     reads,
@@ -137,6 +139,7 @@ def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]
       for name, marks in flow.named.items()
     },
     frozenset(weight.name for weight in flow.altered - flow.kept),
+    frozenset(weight.name for mark in out for weight in mark.states if weight.update),
   )
 
 

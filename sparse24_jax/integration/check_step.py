@@ -38,6 +38,10 @@ _ALTERED = (
   ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
 
+_LOST = (
+  'the step returns the state of sparse_training as it was given, not the one that its update made, so that the mask is'
+  ' never chosen anew: return the second result of tx.update(gradients, opt_state, params)'
+)
 _UNREAD = 'no matmul of the step reads it, and its gradient is not computed from it'
 
 _PHASE = (
@@ -149,9 +153,13 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     )
   masks = [sparse_states(node) for node in jax.tree.leaves((args, kwargs), is_leaf=is_ours) if is_ours(node)]
 
+  returns: list[Any] = []
+
   def arrays_of(_: Any, *given: Any) -> list[Any]:
     traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
-    return [leaf for leaf in jax.tree.leaves(step(*traced_args, **traced_kwargs)) if is_array(leaf)]
+    out = step(*traced_args, **traced_kwargs)
+    returns.extend(filter(is_ours, jax.tree.leaves(out, is_leaf=is_ours)))
+    return [leaf for leaf in jax.tree.leaves(out) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
   if not all(masks):
@@ -170,7 +178,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     raise ValueError(
       f'the arguments hold a state of sparse_training for {listed(masks[folders.index([])])}, and no parameters with'
       ' these paths: give check_step what the loop gives the step, or, where that takes the parameters in parts, a'
-      " function of all of them, check_step(lambda params, *rest: step(params['base'], params['lora'], *rest), params, ...)"
+      " function of all of them, check_step(lambda params, *rest: step(params['base'], params['lora'], *rest), params,"
+      ' ...)'
     )
   if len(masks) > 1:
     folders = trained_by_each(traced.jaxpr, given, folders)
@@ -211,6 +220,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     )
   if altered := [shown(*weight) for weight, of in updates.items() if any(update.altered for update in of)]:
     raise ValueError(f'{listed(altered)}: {_ALTERED}')
+  if returns and (lost := [shown(*weight) for weight, of in updates.items() if not any(u.returned for u in of)]):
+    raise ValueError(f'{listed(lost)}: {_LOST}')
   brought = {shown(*weight): _named(step, name) for weight, name in _brought(follow, given).items()}
   checked = CheckedStep(lines, brought, fp8=fp8)
   for note in _notes(checked):

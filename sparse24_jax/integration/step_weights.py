@@ -93,7 +93,8 @@ class ReadBy(NamedTuple):
   """What one update says of a weight: the arguments that it trains, and the matmuls on the way to the gradients.
 
   And whether the gradients are computed from it, by matmuls or otherwise, whether the program adds to them what
-  something behind `sparse_training` has multiplied, not what it returned, and the precision that its rule has.
+  something behind `sparse_training` has multiplied, not what it returned, the precision that its rule has, and whether
+  the program returns the state that the update made.
   """
 
   trained: frozenset[Weight]
@@ -101,6 +102,7 @@ class ReadBy(NamedTuple):
   touched: bool = True
   altered: bool = False
   asked: PrecisionName = 'default'
+  returned: bool = True
 
   @property
   def unread(self) -> bool:
@@ -183,6 +185,7 @@ def _read_by(
     bool({w.name for w in trained} & {w.name for w in touched}),
     any(w.name in found.altered for w in trained),
     'fp8' if any(w.name in in_fp8 for w in trained) else 'default',
+    any(w.name in found.returned for w in trained),
   )
 
 

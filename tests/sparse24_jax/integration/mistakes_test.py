@@ -43,6 +43,27 @@ class PartsTest(absltest.TestCase):
     self.assertLen(checked.weights, 2)
 
 
+class LostStateTest(parameterized.TestCase):
+
+  @parameterized.product(recipe=(FST, STE), jit=(False, True))
+  def test_a_step_that_returns_the_old_state(self, recipe, jit):
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    loss = s24.sparsify(lambda p, x: jnp.mean((x @ p['w']) ** 2), recipe)
+
+    def check(returned):
+      def step(params, state, x):
+        variables = s24.sparse_variables(params, state, recipe)
+        updates, new = tx.update(jax.grad(loss)(params, variables, jax.random.key(0), x), state, params)
+        return optax.apply_updates(params, updates), {'new': new, 'old': state}[returned]
+
+      params = params_of(8, 8)
+      s24.check_step(jax.jit(step) if jit else step, params, tx.init(params), jnp.ones((4, 8)))
+
+    check('new')
+    with self.assertRaisesRegex(ValueError, 'w: the step returns the state of sparse_training as it was given'):
+      check('old')
+
+
 class AnotherRecipeTest(parameterized.TestCase):
 
   def test_masks_of_one_shape_by_another_search(self):
