@@ -1,9 +1,10 @@
 """`python -m experiments.bench.compile_time --out FILE`: seconds until the steps of each twin are compiled.
 
 Each contender of races is traced, lowered and compiled in a process of its own, since what XLA timed for
-one would serve the next: with its layers unrolled and in a scan, and then again with the compiled programs that the
-first process kept on disk. The programs are those that a run needs in its first phase, one after another: with masks
-to search two, of steps with and without a search. One record a contender and layout; dense is one of them.
+one would serve the next: with its layers unrolled and in a scan. Three processes follow one another: the first finds
+nothing on disk, the next the compiled kernels of the first, and the last its programs too. The programs are those that
+a run needs in its first phase, one after another: with masks to search two, of steps with and without a search. One
+record a contender and layout; dense is one of them.
 """
 
 import argparse
@@ -24,10 +25,10 @@ import jax.numpy as jnp
 from experiments.bench import measure
 from experiments.runs.race.contenders import CONTENDERS, make_model, SIZES
 from experiments.runs.race.programs import Programs
-from pallas_kernels import _bench
+from pallas_kernels import _bench, _disk_cache
 
 MODULE = 'experiments.bench.compile_time'
-CASES = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
+CASES = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all', 'fst_fp8_all')
 LAYOUTS = ('unrolled', 'scan')
 _MEMORY = 'XLA_PYTHON_CLIENT_PREALLOCATE'
 
@@ -55,19 +56,22 @@ def stages(name: str, layout: str, options: Any) -> dict[str, float]:
 
 
 def run(name: str, layout: str, options: Any, head: Mapping[str, Any]) -> dict[str, Any]:
-  """The record of one contender, from two processes that share a folder of compiled programs."""
+  """The record of one contender, from three processes that share folders of kernels and of programs."""
   with tempfile.TemporaryDirectory() as folder:
-    first, again = (_in_a_process(name, layout, options, folder) for _ in range(2))
+    kernels, programs, none = (str(Path(folder, each)) for each in ('kernels', 'programs', 'none'))
+    first, following, again = (
+      _in_a_process(name, layout, options, kernels, found) for found in (programs, none, programs)
+    )
   return dict(
     bench='compile_time', **head, op='compile', model=f'gpt2-{options.size}', recipe=name, layouts=layout,
-    shape={'batch': options.batch}, first=first, again=again, headline=not options.tiny,
+    shape={'batch': options.batch}, first=first, next=following, again=again, headline=not options.tiny,
   )  # fmt: skip
 
 
-def _in_a_process(name: str, layout: str, options: Any, folder: str) -> dict[str, float]:
-  command = [sys.executable, '-m', MODULE, '--one', name, layout, '--cache', folder, '--size', options.size]
+def _in_a_process(name: str, layout: str, options: Any, kernels: str, programs: str) -> dict[str, float]:
+  command = [sys.executable, '-m', MODULE, '--one', name, layout, '--cache', programs, '--size', options.size]
   command += ['--batch', str(options.batch), '--out', str(options.out), *(['--tiny'] if options.tiny else [])]
-  env = {key: value for key, value in os.environ.items() if key != _MEMORY}
+  env = {key: value for key, value in os.environ.items() if key != _MEMORY} | {_disk_cache.VARIABLE: kernels}
   done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
   if done.returncode:
     raise RuntimeError(f'exit status {done.returncode}: {done.stderr[-1000:]}')
@@ -98,9 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   cases = {f'{name}-{layout}': (name, layout) for name in options.select for layout in options.layouts}
 
   def summary(record: Mapping[str, Any]) -> str:
-    first, again = record['first'], record['again']
+    first, following, again = record['first'], record['next'], record['again']
     stages = ', '.join(f'{key.removesuffix("_s")} {seconds:.1f}' for key, seconds in first.items() if key[-2:] == '_s')
-    return f'{first["programs"]} programs: {stages} s; from disk {again["total_s"]:.1f} s'
+    kept = f'with kernels from disk {following["total_s"]:.1f} s, with programs {again["total_s"]:.1f} s'
+    return f'{first["programs"]} programs: {stages} s; {kept}'
 
   return _bench.run_each(cases, lambda case: run(*cases[case], options, head), options.out, summary)
 
