@@ -281,7 +281,7 @@ def is_matrix(params: Any) -> Any:
 
 def wrapped(
   clip: optax.GradientTransformation, inner: optax.GradientTransformation, recipe: s24.Recipe, phase: str,
-  learning_rate: optax.Schedule | None = None,
+  learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
   """Clip and optimizer in the recipe's wrapper.
 

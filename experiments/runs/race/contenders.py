@@ -178,6 +178,8 @@ CONTENDERS: Mapping[str, Contender] = {
     kwargs={'path': FFN, 'masked_decay': DECAY, 'decay_on': 'gradients'},
   ),
   's_ste_unsampled': of('s_ste_unsampled'),
+  # Its decay is times the learning rate: searches begin with --decay 0.3, near the best at 10.7 M (docs/quality.md).
+  'sr_ste': of('sr_ste'),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_fst_fp8_all': of('fst_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),

@@ -49,13 +49,16 @@ def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def optimizer(recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
-  """Clipping and AdamW with decay on matrices only, in the recipe's wrapper if it has rules."""
+def optimizer(recipe: s24.Recipe, phase: str, rate: Any = 0.0) -> optax.GradientTransformationExtraArgs:
+  """Clipping and AdamW with decay on matrices only, in the recipe's wrapper if it has rules.
+
+  The rate is that of decay on weights; steps are given theirs by `update`.
+  """
   adamw = optax.chain(
     optax.scale_by_adam(B1, B2, EPS), optax.add_decayed_weights(WEIGHT_DECAY, is_matrix), scale_by_given_rate()
   )
   clip = optax.clip_by_global_norm(CLIP)
-  return wrapped(clip, adamw, recipe, phase) if recipe.rules else optax.chain(clip, adamw)
+  return wrapped(clip, adamw, recipe, phase, rate) if recipe.rules else optax.chain(clip, adamw)
 
 
 def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
@@ -191,7 +194,7 @@ class Programs:
     inputs, targets = windows(tokens, starts, self.length)
     loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=True)
     loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets, key)
-    updates, opt_state = optimizer(recipe, phase).update(
+    updates, opt_state = optimizer(recipe, phase, numbers.rate).update(
       grads, state.opt_state, state.params, rate=numbers.rate, refresh=refresh
     )
     params = optax.apply_updates(state.params, updates)

@@ -49,6 +49,20 @@ class ProgramsTest(absltest.TestCase):
       with self.subTest(name), contextlib.nullcontext() if name in unsampled else draws:
         jax.eval_shape(jax.grad(loss), made.shapes.params, made.shapes.opt_state)
 
+  def test_decay_on_weights_is_times_the_rate_of_the_step(self):
+    made, text = self.made('sr_ste')
+    step, state = jax.jit(made._step, static_argnums=(0, 1)), jax.jit(made._init)(jnp.int32(0))
+    starts = jnp.arange(4, dtype=jnp.int32)
+    after = [
+      step('sparse', None, state, text, starts, programs.Numbers(rate, decay, jnp.int32(1), jnp.float32(10)))[0]
+      for rate, decay in ((0.1, 0.0), (0.1, 0.5))
+    ]
+    layer, masks = (tree['h_0']['mlp'] for tree in (state.params, state.opt_state[1].projections))
+    of_plain, of_decayed = (each.params['h_0']['mlp'] for each in after)
+    for name in ('c_fc', 'c_proj'):
+      w, mask, plain, decayed = (tree[name]['kernel'] for tree in (layer, masks, of_plain, of_decayed))
+      np.testing.assert_allclose(plain - decayed, 0.1 * 0.5 * np.where(mask, 0, w), atol=1e-6)
+
   def test_fp8_lasts_to_the_end(self):
     for name in ('fst_fp8_all', 'fst'):
       made, _ = self.made(name)
