@@ -73,15 +73,18 @@ def _outside(path: str, leaf: Any, masks: Sequence[Mapping[str, Any]]) -> Argume
   """Tells by its path whether an array is a weight or a state; fingerprints are neither."""
   if f'/{MADE_OF}/' in f'/{path}' or NNX_MADE_OF in path:
     return Argument(path)
+  weights, states = [], []
   for name in dict.fromkeys(name for of_one in masks for name in of_one):
-    folder, found, rest = f'/{path}/'.rpartition(f'/{name}/')
-    if not found:
-      continue
+    folder, found, rest = f'/{path}/'.rpartition(f'/{name}/') if name else (f'/{path}', '/', '')
     fits = any(_fits(leaf, of_one[name]) for of_one in masks if name in of_one)
-    if fits and not rest and jnp.issubdtype(leaf.dtype, jnp.floating):
-      return Argument(path, weight=Weight(folder, name))
-    return Argument(path, state_of=name)
-  return Argument(path)
+    if found and fits and not rest and jnp.issubdtype(leaf.dtype, jnp.floating):
+      weights.append(Weight(folder, name))
+    elif found and name:
+      states.append(name)
+  # The name of one weight may end that of another.
+  if weights:
+    return Argument(path, weight=max(weights, key=lambda weight: len(weight.path)))
+  return Argument(path, state_of=max(states, key=len, default=None))
 
 
 def _fits(leaf: Any, state: Any) -> bool:
@@ -122,7 +125,7 @@ def trained_by_each(jaxpr: Any, given: Sequence[Argument], folders: Sequence[Col
   """
   numbered = [[*each, str(i)] for i, each in enumerate(folders)]
   found, trained = follow_weights(jaxpr, [a.marks(numbered) for a in given], {}), [set[str]() for _ in folders]
-  for path in dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of):
+  for path in dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of is not None):
     for kinds in (('weights', 'given states'), ('dense weights', 'dense given states')):
       for before, state in zip(*(found.named.get(name_of(kind, path), []) for kind in kinds), strict=True):
         for i in (int(of.folder) for of in state.states if of.path == path and of.folder.isdigit()):
@@ -146,7 +149,7 @@ def follow_updates(
     weight, as in the program.
   """
   several, every = len(folders) > 1, frozenset[str]().union(*folders)
-  paths = list(dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of))
+  paths = list(dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of is not None))
   made = {name_of('states', path): _state(path, every) for path in paths}
   weights_of = {path: _state(path, every).states for path in paths}
   made |= {name_of('updates', path): Marks(updates=weights_of[path], handed=weights_of[path]) for path in paths}

@@ -43,6 +43,32 @@ class PartsTest(absltest.TestCase):
     self.assertLen(checked.weights, 2)
 
 
+class TreesTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('a_path_that_ends_another', lambda w: {'a': w, 'z': {'a': w}}, lambda p: (p['a'], p['z']['a']), ['a', 'z/a']),
+    ('pairs', lambda w: [(w, w[0]), (w, w[0])], lambda p: [w for w, _ in p], ['0/0', '1/0']),
+    ('a_list', lambda w: [w, w], lambda p: p, ['0', '1']),
+    ('one_array', lambda w: w, lambda p: [p], ['']),
+  )
+  def test_weights_are_told_from_each_other(self, make, weights, paths):
+    def f(params, x):
+      for w in weights(params):
+        x = jnp.tanh(x @ w)
+      return x.sum()
+
+    params = make(params_of(8, 8)['w'])
+    recipe = s24.Recipe('own', tuple(s24.Rule(path, s24.DotPolicy(s24.magnitude())) for path in paths))
+    tx, loss = s24.sparse_training(optax.sgd(0.1), recipe), s24.sparsify(f, recipe)
+
+    def step(params, state, x):
+      grads = jax.grad(loss)(params, s24.sparse_variables(params, state, recipe), None, x)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    self.assertEqual(sorted(s24.check_step(step, params, tx.init(params), jnp.ones((4, 8))).weights), paths)
+
+
 class LostStateTest(parameterized.TestCase):
 
   @parameterized.product(recipe=(FST, STE), jit=(False, True))
