@@ -321,9 +321,9 @@ def _unmasked(of: ReadBy) -> _Problem | None:
   dense, sparse = (_lines(read for read in of.reads if read.sparse is kind) for kind in (False, True))
   if dense and sparse:
     return _Problem(
-      f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while its'
-      ' optimizer keeps a mask for it. If the first is meant, as a penalty on a matmul of the weight may be, check the'
-      ' step without it'
+      f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient is computed from both, while its'
+      ' optimizer keeps a mask for it. If the first is meant, as a penalty on a matmul of the weight may be, or targets'
+      ' and rollouts of the dense model behind stop_gradient, check the step without it'
     )
   if dense:
     return _Problem(f'the step reads it dense at {dense}, while its optimizer keeps a mask for it')
