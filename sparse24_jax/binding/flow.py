@@ -50,6 +50,8 @@ class Marks(NamedTuple):
     handed: the weights whose updates it is, arranged or cast at most.
     scaled: the weights in whose updates, as they were handed on, it has a factor that is no gate.
     fp8: whether what it holds was rounded to 8 bits.
+    plain: those of `dense` whose entries are arranged or cast at most.
+    near: weights to which something was added, other than an update, as in a step of SAM: no mask is laid over them.
   """
 
   dense: frozenset[Weight] = frozenset()
@@ -61,6 +63,8 @@ class Marks(NamedTuple):
   handed: frozenset[Weight] = frozenset()
   scaled: frozenset[Weight] = frozenset()
   fp8: bool = False
+  plain: frozenset[Weight] = frozenset()
+  near: frozenset[Weight] = frozenset()
 
   def of_update(self, number: int) -> 'Marks':
     """The same of states and updates that this one of a program's updates made."""
@@ -127,7 +131,9 @@ def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]
   """What becomes of the weights of a jaxpr, whose arguments are marked; `made` says what has a name, by that name."""
   keys = list(dict.fromkeys(key for mark in marks for key in mark.dense))
   flow = _Flow({}, {}, made, set(), set())
-  out = flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
+  out = flow.through(jaxpr, [
+    mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense), plain=mark.dense) for mark in marks
+  ])
   reads = list(flow.reads)
   return Found(
     reads,
@@ -238,7 +244,7 @@ class _Flow(NamedTuple):
     source, made = _jax.source_of(equation), _union(given)
     reads = made.reads
     for operand in operands:
-      for sparse, keys in ((False, operand.dense), (True, operand.sparse - operand.dense)):
+      for sparse, keys in ((False, operand.dense | operand.near), (True, operand.sparse - operand.dense)):
         for key in keys:
           read = Read(key, sparse, source, 'fp8' if operand.fp8 else 'default')
           reads |= 1 << self.reads.setdefault(read, len(self.reads))
@@ -248,8 +254,10 @@ class _Flow(NamedTuple):
 def _made(name: str, given: Sequence[Marks]) -> Marks:
   """What is in the result of an equation."""
   found = _union(given)
+  if name not in ARRANGING:
+    found = found._replace(plain=frozenset())
   if name.startswith(('reduce_', 'arg')) and name != 'reduce_precision':
-    return found._replace(dense=frozenset(), updates=frozenset())
+    return found._replace(dense=frozenset(), near=frozenset(), updates=frozenset())
   if name in _TESTS:
     return Marks(states=found.states | found.sparse, reads=found.reads)  # not made of entries
   if name in _SUMS:
@@ -261,18 +269,21 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
     return found._replace(
       dense=frozenset.intersection(*(mark.dense for mark in given)),
       sparse=frozenset(w for w in found.sparse if w.name in names),
+      near=found.near.union(w for mark in given for w in mark.plain if w.name not in names),
     )
   if name in _LAID_OVER or _is_kernel(name):  # one that is given a weight and its state packs it
     found = _chosen(given[1:] if name == 'select_n' else given, found)
     covered, laid = set(), set()
     for i, mark in enumerate(given):
-      for key in mark.dense:
+      for key in mark.dense | mark.near:
         others = (other.states | other.sparse for j, other in enumerate(given) if j != i)
         if states := {state for each in others for state in each if state.name == key.name}:
           covered.add(key.name)
           laid |= states & {key} or states  # of a state of another step, by which step that is
-    dense, states = ({w for w in each if w.name not in covered} for each in (found.dense, found.states))
-    return found._replace(dense=frozenset(dense), states=frozenset(states), sparse=found.sparse.union(laid))
+    dense, near, states = (
+      frozenset(w for w in each if w.name not in covered) for each in (found.dense, found.near, found.states)
+    )
+    return found._replace(dense=dense, near=near, states=states, sparse=found.sparse.union(laid))
   return found
 
 
@@ -296,8 +307,11 @@ def _is_kernel(name: str) -> bool:
 
 def _union(marks: Sequence[Marks]) -> Marks:
   reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
-  dense, states, sparse, updates = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5))
-  found = Marks(dense, states, sparse, reads, touched, updates, fp8=any(mark.fp8 for mark in marks))
+  dense, states, sparse, updates, plain, near = (
+    frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5, 9, 10)
+  )
+  fp8 = any(mark.fp8 for mark in marks)
+  found = Marks(dense, states, sparse, reads, touched, updates, fp8=fp8, plain=plain, near=near)
   if not any(mark.handed or mark.scaled for mark in marks):
     return found
   handed, scaled = (frozenset().union(*(mark[i] for mark in marks)) for i in (6, 7))

@@ -67,7 +67,7 @@ class SparseModule(nn.Module):
     """By the model itself: the same key makes the same weights."""
     method = self._by_name(method)
     if method == 'run':
-      method, *args = args
+      method, args = args[0], args[1:]
     out, variables = self.sparse24_model.init_with_output(rngs, *args, method=method, **kwargs)
     self._check_params(method, variables)
     return out, variables

@@ -592,9 +592,12 @@ class CheckStepTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, '^w: the step reads it dense at [^ ]* [(]square[)], while'):
       check_of(lambda sparse: (lambda params, _: square(params, X), metric(sparse)))
-    # Nor where no matmul shows it: an elementwise product, and a low rank added.
-    for dense in (lambda w: X[..., None] * w[None], lambda w: X @ (w + X.T @ X)):
-      with self.assertRaisesRegex(ValueError, '^w: no matmul of the step reads it under its mask on the way to'):
+    # Nor where no matmul shows it, as an elementwise product, nor where a low rank is added.
+    for dense, found in (
+      (lambda w: X[..., None] * w[None], 'no matmul of the step reads it under its mask on the way to'),
+      (lambda w: X @ (w + X.T @ X), 'the step reads it dense at'),
+    ):
+      with self.assertRaisesRegex(ValueError, f'^w: {found}'):
         check_of(lambda sparse, dense=dense: (lambda params, _: (dense(params['w']) ** 2).sum(), metric(sparse)))
 
   def test_a_dense_metric_beside_a_sparse_loss_does_not_count(self):

@@ -1,5 +1,8 @@
 """Whole runs: mistakes that must be errors which name the weight, and what must be right, against steps by hand."""
 
+import contextlib
+import functools
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -67,6 +70,41 @@ class TreesTest(parameterized.TestCase):
       return optax.apply_updates(params, updates), state
 
     self.assertEqual(sorted(s24.check_step(step, params, tx.init(params), jnp.ones((4, 8))).weights), paths)
+
+
+class NearTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('a_step_of_sam', lambda p, a, g: g(p), True), ('noise', lambda p, a, g: p + 0.1 * jnp.ones((8, 8)), True),
+    ('the_mean_with_an_average', lambda p, a, g: (p + a) / 2, True),
+    ('a_teacher_that_is_updated_first', lambda p, a, g: 0.9 * a + 0.1 * p, False),
+  )
+  def test_a_dense_loss_of_weights_to_which_something_was_added(self, near, is_dense):
+    def f(params, x):
+      return jnp.mean((x @ params['w']) ** 2)
+
+    tx, loss = s24.sparse_training(optax.sgd(0.1), STE), s24.sparsify(f, STE)
+
+    def step(params, average, state, x, *, plain):
+      def sparse(params):
+        return loss(params, s24.sparse_variables(params, state, STE), None, x)
+
+      def ahead(w):
+        g = jax.lax.stop_gradient(jax.grad(sparse)({'w': jax.lax.stop_gradient(w)})['w'])
+        return w + 0.1 * g / jnp.linalg.norm(g)
+
+      def both(params):
+        other = {'w': near(params['w'], average['w'], ahead)}
+        return sparse(params) + (f(other, x) if plain else sparse(other))
+
+      updates, state = tx.update(jax.grad(both)(params), state, params)
+      return optax.apply_updates(params, updates), state
+
+    params = params_of(8, 8)
+    for plain in (False, True):
+      refused = self.assertRaisesRegex(ValueError, 'w: the step reads it dense at .*, and sparse at')
+      with refused if plain and is_dense else contextlib.nullcontext():
+        s24.check_step(functools.partial(step, plain=plain), params, params, tx.init(params), jnp.ones((4, 8)))
 
 
 class LostStateTest(parameterized.TestCase):
