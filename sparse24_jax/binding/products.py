@@ -47,7 +47,8 @@ def product_of(path: str, source: str, sides: Sequence[Operand], weight: int, ba
 def matrices(one: Operand, other: Operand) -> list[Product]:
   """The products on one side of a matmul that are a matrix by which inputs on the other are multiplied.
 
-  Nothing of theirs comes from inputs, and the weight's own axes are summed over and left.
+  Nothing of theirs comes from inputs, and the weight's own axes are summed over and left. What else is left is summed
+  over, too: queries for several heads are no such matrix, a Kronecker product is.
   """
   if one.inputs or not other.inputs:
     return []
@@ -55,7 +56,7 @@ def matrices(one: Operand, other: Operand) -> list[Product]:
   def of(made: Product, axes: Sequence[int]) -> set[str]:
     return {*''.join(made.axes[a] for a in axes)}
 
-  return [made for made in sorted(one.products) if of(made, one.free) == {'w'} and 'w' in of(made, one.contract)]
+  return [made for made in sorted(one.products) if 'w' in of(made, one.free) <= of(made, one.contract)]
 
 
 def follow_products(equation: Any, given: Sequence[frozenset[Product]]) -> list[frozenset[Product]]:

@@ -70,6 +70,8 @@ class ProductsTest(parameterized.TestCase):
     ('layers', _mixed_layers, {'w': (4, 16, 16), 'mix': (3, 4)}),
     ('in_calls', _mixed_in_calls, {'w': (16, 4, 32), 'mix': (4,)}),
     ('kernels', _mixed_kernels, {'w': (4, 24), 'mix': (4,)}),
+    ('kronecker', lambda p, x: x @ jnp.einsum('nij,nkl->ikjl', p['a'], p['w']).reshape(16, 32),
+     {'w': (4, 4, 8), 'a': (4, 4, 4)}),
     ('generated', lambda p, x: x @ jnp.tanh(p['z'] @ p['w']).reshape(16, 8), {'w': (16, 128), 'z': (16,)}),
   )  # fmt: skip
   def test_a_matrix_that_is_mixed_of_a_weight_is_warned_of(self, f, shapes):
@@ -84,6 +86,9 @@ class ProductsTest(parameterized.TestCase):
     ('relative_positions', lambda p, x: (x @ p['wq']) @ (jnp.sin(jnp.arange(48.0)).reshape(3, 16) @ p['wr']).T,
      {'wq': (16, 16), 'wr': (16, 16)}),
     ('one_key_for_all_heads', _heads_share_keys, {**ATTENTION, 'wk': (16, 8), 'wv': (16, 8)}),
+    ('learnt_queries_of_one_key',
+     lambda p, x: jnp.einsum('qhk,tk->qht', jnp.einsum('qd,dhk->qhk', p['at'], p['wq']), x),
+     {'wq': (16, 2, 16), 'at': (5, 16)}),
     ('heads_of_one_token', _heads_see_heads, {'wq': (16, 2, 8), 'wk': (16, 2, 8)}),
     ('experts', _experts, {'w': (4, 16, 32)}),
     ('experts_with_room', _experts_with_room, {'w': (4, 16, 32)}),
