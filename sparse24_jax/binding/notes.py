@@ -115,7 +115,8 @@ def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
     values = run(traced.jaxpr, traced.constants, traced.values(arrays, marks, {}), Keys(None), notes)
     return [value.array for value in values]
 
-  jax.eval_shape(interpreted, traced.leaves)
+  with jax.check_tracer_leaks(False):  # notes hold what a trace knew, and nothing computes with it
+    jax.eval_shape(interpreted, traced.leaves)
   beside = look_beside(traced, rules)
   notes.others |= beside.notes
   for path, texts in beside.problems.items():

@@ -84,6 +84,10 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), r'parameters of 16 bits: .* Keep parameters in float32 .*\. Here: w\n')
     self.assertTrue(checked.ok)
 
+  def test_a_search_for_leaks_finds_none(self):
+    with jax.checking_leaks():
+      self.assertTrue(s24.check(s24.recipes.ste('.*'), *example()).ok)
+
   def test_shapes_are_enough_for_the_axes(self):
     f, *given = example()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), given)
