@@ -4,6 +4,9 @@ A matmul reads the projected weight. A sum over the weight, a norm say, is of th
 is added to the loss, and wrong in what the model computes, as its exported weights give another sum. And a product of a
 weight may be a matrix itself (`binding.products`). Where a matmul reads such a sum it is an error. Elsewhere no trace
 tells what the model computes from penalties and metrics, nor generated weights from mixed ones: those are notes.
+
+What another operation makes of a weight, a sort say, is followed as a sum is. It is an error where that would be a
+note, or where inputs meet the weight in it: no penalty reads it there.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +21,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import ENTRY_BY_ENTRY
 from sparse24_jax.binding.products import follow_products, matrices, Operand, Product, product_of, with_axes
 from sparse24_jax.binding.tracing import Traced
+from sparse24_jax.binding.values import Place
 from sparse24_jax.binding.view import FOLLOWED
 from sparse24_jax.recipe import Rule
 
@@ -29,9 +33,13 @@ class Mark(NamedTuple):
     weights: paths of those whose entries it holds, changed or not.
     sums: paths of weights that were summed up, and where.
     after: whether the result of a matmul is in it.
-    added: the operation that added sums to entries of such a result, or ''.
+    numbers: whether numbers made of such results are in it: losses, say.
+    added: the operation that added sums to entries of such a result, or multiplied inputs by them, or ''. A sum over
+      all of that is a penalty still.
+    scaled: the operation that multiplied such results and sums, or '': no penalty if it is all that a function returns.
     inputs: whether the function's arguments behind the parameters are in it, numbers and keys too.
     arrays: whether any arrays are in it that are no weights: inputs, other parameters or constants.
+    data: whether arrays are in it that may be data: inputs or constants, other than as such numbers.
     repeated: whether it repeats an array.
     by_hand: the operation that combined weights with arrays of another shape, as in a matmul by another name, or ''.
     products: of weights, whose axes it has.
@@ -40,9 +48,12 @@ class Mark(NamedTuple):
   weights: frozenset[str] = frozenset()
   sums: frozenset[tuple[str, str]] = frozenset()
   after: bool = False
+  numbers: bool = False
   added: str = ''
+  scaled: str = ''
   inputs: bool = False
   arrays: bool = False
+  data: bool = False
   repeated: bool = False
   by_hand: str = ''
   products: frozenset[Product] = frozenset()
@@ -54,6 +65,7 @@ _MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
 _ENTRIES = ENTRY_BY_ENTRY | FOLLOWED | {'concatenate', 'pad', 'real', 'rev', 'stack'}
 _ADDS = ('add', 'add_any', 'sub')
 _JOINS = ('concatenate', 'stack')
+_SCALES = ('and', 'div', 'mul')
 # What a sum of terms goes through as each term does.
 _LINEAR = FOLLOWED | {*_ADDS, *_JOINS, 'cumsum', 'mul', 'neg', 'pad', 'psum', 'reduce_sum', 'rev'}
 
@@ -65,17 +77,30 @@ class Beside(NamedTuple):
   notes: dict[str, list[str]]
 
 
-def look_beside(traced: Traced, rules: Mapping[str, Rule]) -> Beside:
-  """Follows sums over weights, and their products, through a function."""
-  walk = _Walk({}, {}, frozenset(path for path, rule in rules.items() if rule.policy.projection is not None))
+def look_beside(traced: Traced, rules: Mapping[str, Rule], lost: Mapping[Place, Mapping[str, str]]) -> Beside:
+  """Follows sums over weights, and their products, through a function.
+
+  Args:
+    traced: the function.
+    rules: of its weights.
+    lost: by place and path what to say of a weight that went where nothing follows it, unless into a penalty.
+  """
+  texts = frozenset(each for found in lost.values() for each in found.items())
+  projected = frozenset(path for path, rule in rules.items() if rule.policy.projection is not None)
+  walk = _Walk({}, {}, projected, lost, texts, set())
   marks = []
   for i, leaf in enumerate(traced.leaves):
     path = traced.paths[i] if i < len(traced.paths) else None
     is_array = jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    marks.append(Mark(frozenset((path,))) if path in rules else Mark(inputs=path is None, arrays=is_array))
-  for variable, mark in zip(traced.jaxpr.outvars, walk.through(traced.jaxpr, traced.constants, marks), strict=True):
-    if mark.added and variable.aval.ndim:
-      walk.note(mark.sums, mark.added)
+    other = Mark(inputs=path is None, arrays=is_array, data=is_array and path is None)
+    marks.append(Mark(frozenset((path,))) if path in rules else other)
+  results = walk.through(traced.jaxpr, traced.constants, marks)
+  for variable, mark in zip(traced.jaxpr.outvars, results, strict=True):
+    if by := (_ndim(variable) and mark.added) or ((mark.after or len(results) == 1) and mark.scaled):
+      walk.note(mark.sums, by)
+  for place in lost.keys() - walk.seen:
+    for path, text in lost[place].items():
+      _tell(walk.problems, path, text)
   return Beside(walk.problems, walk.notes)
 
 
@@ -83,6 +108,9 @@ class _Walk(NamedTuple):
   problems: dict[str, list[str]]
   notes: dict[str, list[str]]
   projected: frozenset[str]
+  lost: Mapping[Place, Mapping[str, str]]
+  texts: frozenset[tuple[str, str]]
+  seen: set[Place]
 
   def refuse(self, sums: Iterable[tuple[str, str]], by: str) -> None:
     """A matmul reads sums over weights."""
@@ -93,27 +121,33 @@ class _Walk(NamedTuple):
       )  # fmt: skip
 
   def note(self, sums: Iterable[tuple[str, str]], by: str) -> None:
-    """Sums over weights meet what matmuls make, which a model may compute with."""
+    """Sums over weights meet inputs or what matmuls make, which a model may compute with."""
     for path, source in self._of_projected(sums):
       _tell(
         self.notes, path, f'{path}: {source} reads it as it is stored, dense, and {by} puts what comes of it beside'
-        ' what matmuls make. That is right in a penalty or a metric. In what the model computes the projected weight'
-        ' would give something else, and so does an exported one: take a parameter in the place of a norm of it,'
-        ' or leave the weight dense'
+        ' inputs, or what matmuls make of them. That is right in a penalty or a metric. In what the model computes the'
+        ' projected weight would give something else, and so does an exported one: take a parameter in the place of a'
+        ' norm of it, a matmul in the place of a sum of products, or leave the weight dense'
       )  # fmt: skip
 
   def _of_projected(self, sums: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return sorted(each for each in sums if each[0] in self.projected)
+    """Those over projected weights; what nothing follows is a problem of its weight."""
+    for path, text in self.texts.intersection(sums):
+      _tell(self.problems, path, text)
+    return sorted(each for each in sums if each[0] in self.projected and each not in self.texts)
 
   def through(self, jaxpr: Any, constants: Sequence[Any], marks: Sequence[Mark]) -> list[Mark]:
-    known: dict[Any, Mark] = {v: Mark(arrays=jnp.size(c) > 1) for v, c in zip(jaxpr.constvars, constants, strict=True)}
-    known.update(zip(jaxpr.invars, marks, strict=True))
+    known: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
+    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+      known[variable] = Mark(arrays=jnp.size(constant) > 1, data=jnp.size(constant) > 1)
 
     def read(atom: Any) -> Mark:
       return _NONE if _jax.is_literal(atom) else known[atom]
 
     for equation in jaxpr.eqns:
-      known.update(zip(equation.outvars, self._equation(equation, [read(a) for a in equation.invars]), strict=True))
+      out = self._equation(equation, [read(atom) for atom in equation.invars])
+      for variable, mark in zip(equation.outvars, out, strict=True):
+        known[variable] = mark if _ndim(variable) else _number(mark)
     return [read(atom) for atom in jaxpr.outvars]
 
   def _equation(self, equation: Any, given: list[Mark]) -> Sequence[Mark]:
@@ -135,6 +169,9 @@ class _Walk(NamedTuple):
     inner = next((params[key] for key in ('jaxpr', 'call_jaxpr') if key in params), None)
     if inner is not None and len(_jax.open_jaxpr(inner)[0].invars) == len(given):
       return self._inside(equation, inner, given)
+    place = id(equation), tuple(bool(mark.weights) for mark in given)
+    if place in self.lost:
+      return self._lost(equation, given, place)
     if not equation.outvars:  # a call out of the program
       return []
     if name in _MATMULS:
@@ -144,7 +181,9 @@ class _Walk(NamedTuple):
     found = _union(given)
     # These say the same of the projected weight.
     if name == 'is_finite' or (name == 'ne' and equation.invars[0] is equation.invars[1]):
-      found = Mark(after=found.after, inputs=found.inputs, arrays=found.arrays)
+      found = Mark(
+        after=found.after, numbers=found.numbers, inputs=found.inputs, arrays=found.arrays, data=found.data
+      )
     if found.weights:
       found = self._of_weights(equation, given, found, name)
     if not found.weights:
@@ -181,6 +220,17 @@ class _Walk(NamedTuple):
       for pair, variable in zip(given, equation.outvars, strict=True)
     ]
 
+  def _lost(self, equation: Any, given: Sequence[Mark], place: Place) -> list[Mark]:
+    """What comes of weights that nothing follows; of a penalty or a metric only where no data meets them."""
+    self.seen.add(place)
+    found, texts = _union(given), self.lost[place]
+    for path, text in texts.items() if equation.outvars and (found.data or found.after) else ():
+      _tell(self.problems, path, text)
+    others = found._replace(weights=found.weights - texts.keys())
+    sums = found.sums | self._summed(equation, others) | texts.items()
+    found = found._replace(weights=frozenset(), sums=sums, by_hand='', products=frozenset())
+    return [found] * len(equation.outvars)
+
   def _summed(self, equation: Any, mark: Mark) -> frozenset[tuple[str, str]]:
     return frozenset((path, f'{_jax.name_of(equation)} at {_jax.source_of(equation)}') for path in mark.weights)
 
@@ -190,36 +240,56 @@ class _Walk(NamedTuple):
       sizes, out = [_size(atom) for atom in equation.invars], _size(equation.outvars[0])
       repeats = any(size < out for mark, size in zip(given, sizes, strict=True) if mark.weights)
       for mark, size in zip(given, sizes, strict=True):
-        is_other = mark.arrays and not mark.weights and size > 1
+        is_other = mark.arrays and not mark.weights and size > 1 and (repeats or size < out or mark.repeated)
         # A factor along an axis of a weight may be one of the matmul.
-        if is_other and (repeats or (name not in ('mul', 'div') and (size < out or mark.repeated))):
+        if is_other and (repeats or name not in ('mul', 'div')):
           found = found._replace(by_hand=found.by_hand or f'{name} at {_jax.source_of(equation)}')
+        elif is_other and mark.data:
+          found = found._replace(added=found.added or f'{name} at {_jax.source_of(equation)}')
       if found.after and not found.added:
         found = found._replace(added=f'{name} at {_jax.source_of(equation)}')
       return found
-    if found.by_hand:
+    if found.by_hand and found.data and _ndim(equation.outvars[0]):
       for path in found.weights:
         _tell(self.problems, path, f'{found.by_hand}, then {name} at {_jax.source_of(equation)}')
-    return found._replace(weights=frozenset(), sums=found.sums | self._summed(equation, found), by_hand='')
+    sums = found.sums | self._summed(equation, found)
+    return found._replace(weights=frozenset(), sums=sums, added=found.added or found.by_hand, by_hand='')
 
   def _met(self, equation: Any, given: Sequence[Mark], found: Mark, name: str, variable: Any = None) -> Mark:
-    """The result of an equation in which sums may meet what matmuls make; a scalar of both goes into a loss."""
-    if not getattr((variable or equation.outvars[0]).aval, 'ndim', 0):
-      return found._replace(added='')
-    held = [mark.sums or mark.after for mark in given]
-    if not (found.sums and found.after):
+    """The result of an equation in which sums may meet data and what matmuls make; a scalar goes into a loss."""
+    if not found.sums:
       return found
-    by = f'{_jax.name_of(equation)} at {_jax.source_of(equation)}'
-    if sum(map(bool, held)) > 1:
-      if name in _ADDS:
-        return found._replace(added=found.added or by)
+    by, out = f'{_jax.name_of(equation)} at {_jax.source_of(equation)}', variable or equation.outvars[0]
+    adds, scales, kind, fine = name in _ADDS, name in _SCALES, '', True
+    alone = [bool(mark.sums) and not (mark.after or mark.numbers) for mark in given]
+    others = [mark for mark, each in zip(given, alone, strict=True) if not each]
+    meets = any(alone) and any(mark.after or mark.numbers for mark in others)
+    held = [bool(mark.sums or mark.after) for mark in given]
+    sizes = [_size(atom) for atom in equation.invars]
+    of_data = any(alone) and any(mark.data for mark in others)
+    is_lost = of_data and any(mark.inputs for mark in others) and not self.texts.isdisjoint(found.sums)
+    # Whether a sum is repeated, for each token say.
+    repeats = any(each and (m.repeated or n < _size(out)) for each, m, n in zip(alone, given, sizes, strict=False))
+    if not _ndim(out):
+      if adds and any(mark.numbers and not mark.scaled for mark in given):
+        return found._replace(scaled='')  # a term of a loss
+      kind = 'scaled' if meets and scales else ''
+    elif found.after and sum(held) > 1:
+      kind = 'added' if adds else 'scaled' if scales and any(alone) and not repeats else ''
       fine = name in _JOINS
+    elif is_lost or (repeats and ((scales and (meets or of_data)) or (adds and meets))):
+      kind = 'added'
+    elif meets and scales:
+      kind = 'scaled'
     else:
-      fine = not found.added or name in _LINEAR or (name in ('div', 'select_n') and bool(held[0]) == (name == 'div'))
+      is_met = (found.added and (found.after or found.numbers or found.data)) or (found.scaled and found.after)
+      fine = not is_met or name in _LINEAR or (name in ('div', 'select_n') and held[0] == (name == 'div'))
+    if kind:
+      return found._replace(**{kind: getattr(found, kind) or by})
     if fine:
       return found
-    self.note(found.sums, found.added or by)
-    return found._replace(sums=frozenset(), added='')
+    self.note(found.sums, found.added or found.scaled or by)
+    return found._replace(sums=frozenset(), added='', scaled='')
 
   def _matmul(self, equation: Any, operands: Sequence[Mark], name: str) -> Mark:
     found, source, is_scalar = _union(operands), _jax.source_of(equation), not equation.outvars[0].aval.ndim
@@ -229,9 +299,13 @@ class _Walk(NamedTuple):
       _tell(self.problems, path, f'{name} at {source} multiplies it by itself')
     if alone and all(mark.weights or mark.sums for mark in operands):  # in a penalty
       return Mark(sums=sums | self._summed(equation, found), inputs=found.inputs)
-    if sums and not is_scalar:
+    if is_scalar:
+      given = [mark._replace(weights=_NONE.weights, sums=mark.sums | self._summed(equation, mark)) for mark in operands]
+      return self._met(equation, given, _union(given), 'mul')._replace(products=frozenset())
+    if found.scaled:
+      self.note(sums, found.scaled)
+    else:
       self.refuse(sums, f'{name} at {source}')
-      sums = frozenset()
     sides = _sides(equation, name, operands)
     for one, other in (sides, sides[::-1]) if sides else ():
       for made in matrices(one, other):
@@ -245,8 +319,7 @@ class _Walk(NamedTuple):
       batch = len(equation.params['dimension_numbers'][1][0])
       for i, mark in enumerate(operands):
         products.update(product_of(path, source, sides, i, batch) for path in mark.weights & self.projected)
-    after = found.after or not is_scalar
-    return Mark(sums=sums, after=after, inputs=found.inputs, arrays=True, products=frozenset(products))
+    return Mark(after=True, inputs=found.inputs, arrays=True, data=found.data, products=frozenset(products))
 
 
 def _sides(equation: Any, name: str, marks: Sequence[Mark]) -> list[Operand]:
@@ -263,10 +336,20 @@ def _sides(equation: Any, name: str, marks: Sequence[Mark]) -> list[Operand]:
   return [Operand(mark.products, mark.inputs, c, f) for mark, c, f in zip(marks, contract, free, strict=True)]
 
 
+def _number(mark: Mark) -> Mark:
+  """What is in a scalar."""
+  is_loss = mark.numbers or mark.after
+  return mark._replace(after=False, numbers=is_loss, data=mark.data and not is_loss, added='', repeated=False)
+
+
 def _tell(found: dict[str, list[str]], path: str, text: str) -> None:
   known = found.setdefault(path, [])
   if text not in known:
     known.append(text)
+
+
+def _ndim(variable: Any) -> int:
+  return getattr(variable.aval, 'ndim', 0)
 
 
 def _size(atom: Any) -> int:

@@ -80,12 +80,12 @@ class _Interpreter(calls.Interpreter):
       return self._rebound(equation, values)
     for value in values:
       if isinstance(value.mark, Altered):
-        self.reader.lost(value.mark, name, _jax.source_of(equation))
-    if not marked:
+        self._lost(value.mark, name, equation, values)
+    if not marked or _sums_all(equation, values[marked[0]]):
       return self._rebound(equation, values)
     if len(marked) > 1:
       for side in marked:
-        self.reader.lost(values[side].mark, f'{name} with another weight', _jax.source_of(equation))
+        self._lost(values[side].mark, f'{name} with another weight', equation, values)
       return self._rebound(equation, values)
     found = Matmul(equation, marked[0], values, self.keys.next(), self.reader)
     if name == 'ragged_dot_general':
@@ -121,17 +121,26 @@ class _Interpreter(calls.Interpreter):
       out[0].mark, out[0].state, out[0].unscaled = weight.mark, weight.state, weight.unscaled
       return out
     mark = next(mark for mark in marks if mark is not None)
-    source = _jax.source_of(equation)
     if name in ENTRY_BY_ENTRY:
       for value in out:
-        value.mark = mark if isinstance(mark, Altered) else Altered(mark.path, name, source)
+        value.mark = mark if isinstance(mark, Altered) else Altered(mark.path, name, _jax.source_of(equation))
     elif not harmless(name):
       for each in {mark.path: mark for mark in marks if mark is not None}.values():
-        self.reader.lost(each, name, source)
+        self._lost(each, name, equation, values)
     return out
+
+  def _lost(self, mark: Any, by: str, equation: Any, values: Sequence[Value]) -> None:
+    at = id(equation), tuple(value.mark is not None for value in values)
+    self.reader.lost(mark, by, _jax.source_of(equation), at)
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
     return [Value(array) for array in _jax.rebind(equation, [v.array for v in values])]
+
+
+def _sums_all(equation: Any, value: Value) -> bool:
+  """Whether a matmul is one sum over two axes of a weight or more, as in `jnp.vdot(w, anchor)`."""
+  runs = [run for runs in value.view.axes for run in runs] if value.view else []
+  return not equation.outvars[0].aval.ndim and len({run.axis for run in runs}) > 1
 
 
 def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:

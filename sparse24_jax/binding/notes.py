@@ -13,7 +13,7 @@ from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import Traced
-from sparse24_jax.binding.values import Block, Matmul
+from sparse24_jax.binding.values import Block, Matmul, Place
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.recipe import Rule
@@ -49,6 +49,7 @@ class Notes:
     self.reasons: dict[tuple[str, int], str] = {}
     self.problems: dict[str, list[str]] = {}
     self.others: dict[str, list[str]] = {}  # what may be wrong
+    self.places: dict[Place, dict[str, str]] = {}  # where weights went that nothing follows, unless into penalties
 
   def matmul(self, found: Matmul) -> Array:
     path, source = found.view.path, found.source
@@ -92,8 +93,11 @@ class Notes:
     """Notes why these matmuls are not one block, in place of any reason noted before."""
     self.reasons |= {(found.view.path, id(found.origin)): reason for found in maps}
 
-  def lost(self, mark: View | Altered, by: str, source: str) -> None:
-    self.problem(mark.path, how_lost(mark, by, source))
+  def lost(self, mark: View | Altered, by: str, source: str, at: Place | None = None) -> None:
+    if at is None:
+      self.problem(mark.path, how_lost(mark, by, source))
+    else:
+      self.places.setdefault(at, {})[mark.path] = how_lost(mark, by, source)
 
   def problem(self, path: str, text: str) -> None:
     """What is wrong with a weight."""
@@ -117,7 +121,7 @@ def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
 
   with jax.check_tracer_leaks(False):  # notes hold what a trace knew, and nothing computes with it
     jax.eval_shape(interpreted, traced.leaves)
-  beside = look_beside(traced, rules)
+  beside = look_beside(traced, rules, notes.places)
   notes.others |= beside.notes
   for path, texts in beside.problems.items():
     for text in texts:

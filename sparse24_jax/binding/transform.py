@@ -37,7 +37,7 @@ from sparse24_jax.binding.reading import (
 )
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
-from sparse24_jax.binding.values import Block, Matmul
+from sparse24_jax.binding.values import Block, Matmul, Place
 from sparse24_jax.binding.view import View
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.clusters import with_neurons
@@ -156,6 +156,9 @@ def run_sparse(
   fine = served(states, policies)
   stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()}, fine)
   out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
+  if isinstance(recipe, Bound):
+    for path, texts in look_beside(traced, {path: w.rule for path, w in known.items()}, reader.places).problems.items():
+      raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
   return jax.tree.unflatten(traced.structure, out if stale is None else spoiled(out, jnp.logical_not(stale)))
 
 
@@ -204,8 +207,6 @@ def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
   """The recipe as it is bound, or by what is run now; masks that were chosen before a model was seen are along -2."""
   if isinstance(recipe, Bound):
     match_rules(params, recipe)
-    for path, texts in look_beside(traced, {weight.path: weight.rule for weight in recipe.weights}).problems.items():
-      raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
     return recipe
   bound = bind_traced(recipe, params, traced, all_read=False)
   for weight in bound.weights:
@@ -223,6 +224,7 @@ class _Sparse:
 
   def __init__(self, weights: Mapping[str, Any]):
     self.weights = weights
+    self.places: dict[Place, dict[str, str]] = {}
 
   def matmul(self, found: Matmul) -> Array:
     weight, reading = self._reading(found)
@@ -307,7 +309,10 @@ class _Sparse:
   def apart(self, maps: Iterable[Matmul], reason: str) -> None:
     """Each is an op by itself."""
 
-  def lost(self, mark: View | Altered, by: str, source: str) -> None:
+  def lost(self, mark: View | Altered, by: str, source: str, at: Place | None = None) -> None:
+    if at is not None:
+      self.places.setdefault(at, {})[mark.path] = how_lost(mark, by, source)
+      return
     raise ValueError(
       f'{mark.path}: {how_lost(mark, by, source)}: no sparse matmul reads it there, and where the recipe was bound the'
       ' model did not do so: bind it to what is run'

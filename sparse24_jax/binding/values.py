@@ -321,6 +321,10 @@ class Matmul:
     return self.added.make()
 
 
+# The identity of an equation, and which of its operands are weights.
+Place = tuple[int, tuple[bool, ...]]
+
+
 class Reader(Protocol):
   """Who carries out the matmuls of matched weights: one that takes notes, or one that makes them sparse."""
 
@@ -344,6 +348,6 @@ class Reader(Protocol):
     """Why matmuls are in no block."""
     ...
 
-  def lost(self, mark: View | Altered, by: str, source: str) -> None:
-    """A weight went where nothing follows it."""
+  def lost(self, mark: View | Altered, by: str, source: str, at: Place | None = None) -> None:
+    """A weight went where nothing follows it; at a place, perhaps into a penalty, which `beside` tells."""
     ...

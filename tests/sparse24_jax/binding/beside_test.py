@@ -1,4 +1,4 @@
-"""Sums over weights beside their matmuls: right in a penalty, refused in a matmul, warned of elsewhere."""
+"""What reads weights beside their matmuls: right in a penalty, refused in a matmul, warned of elsewhere."""
 
 from absl.testing import absltest, parameterized
 import jax
@@ -34,6 +34,26 @@ def _carried_norm(w, x):
   return jax.lax.scan(step, (x, jnp.float32(1)), _layers(w))[0][0]
 
 
+def _by_hand(x, w):
+  return jax.lax.map(lambda row: (row[:, None] * w).sum(0), x)
+
+
+def _balanced(w, x):
+  """Losses that are weighted by their size."""
+  losses = jnp.stack([_loss(x @ w), _squares(w)])
+  return losses @ jax.nn.softmax(losses) + jnp.sum(losses / jax.lax.stop_gradient(losses))
+
+
+def _metrics_of_layers(w, x):
+  """How layers change the size of what goes through them."""
+  def layer(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (jnp.linalg.norm(w), jnp.sqrt(_loss(y)))
+
+  y, (norms, sizes) = jax.lax.scan(layer, x, _layers(w))
+  return _loss(y), {'gain': sizes / norms, 'log_gain': jnp.log(sizes) - jnp.log(norms)}
+
+
 def _penalty_of_layers(w, x):
   """Layers whose norms are summed up on the way, with a metric of each."""
   def layer(carry, w):
@@ -65,8 +85,8 @@ class SumsTest(parameterized.TestCase):
     ('detached', lambda w, x: x @ w / jax.lax.stop_gradient(jnp.linalg.norm(w, 2, 0, True)), 'reduce_sum', 'div'),
     ('one_number', lambda w, x: x @ w / jnp.linalg.norm(w), 'reduce_sum', 'div'),
     ('largest', lambda w, x: x @ w / jnp.abs(w).max(), 'reduce_max', 'div'),
-    ('standardised', lambda w, x: x @ w - x[:, :1] * w.mean(0, keepdims=True), 'reduce_sum', 'sub'),
-    ('loss_of_standardised', lambda w, x: _loss(x @ w - x[:, :1] * w.mean(0, keepdims=True)), 'reduce_sum', 'sub'),
+    ('standardised', lambda w, x: x @ w - x[:, :1] * w.mean(0, keepdims=True), 'reduce_sum', 'mul'),
+    ('loss_of_standardised', lambda w, x: _loss(x @ w - x[:, :1] * w.mean(0, keepdims=True)), 'reduce_sum', 'mul'),
     ('bias', lambda w, x: _loss(jax.nn.relu(x @ w + w.mean())), 'reduce_sum', 'add'),
     ('layers', _normalised_layers, 'reduce_sum', 'div'),
     ('the_layer_before', _carried_norm, 'reduce_sum', 'mul'),
@@ -74,6 +94,17 @@ class SumsTest(parameterized.TestCase):
     ('where', lambda w, x: jnp.where(w.max() < 2, x @ w, 0), 'reduce_max', 'select_n'),
     ('metric_of_columns', lambda w, x: (_loss(x @ w), jnp.linalg.norm(x @ w, 2, 0) / jnp.linalg.norm(w, 2, 0)),
      'reduce_sum', 'div'),
+    ('by_hand', lambda w, x: (x @ w, (x[0][:, None] * w).sum(0)), 'reduce_sum', 'mul'),
+    ('by_hand_in_a_loss', lambda w, x: _loss(x @ w) + _loss(_by_hand(x, w)), 'reduce_sum', 'mul'),
+    ('by_hand_with_sizes', lambda w, x: (x @ w, _by_hand(x**2, jnp.abs(w))), 'reduce_sum', 'mul'),
+    ('inputs', lambda w, x: (x @ w, x / jnp.linalg.norm(w)), 'reduce_sum', 'div'),
+    ('constants', lambda w, x: (x @ w, jnp.asarray(np.ones((4, 16))) / jnp.linalg.norm(w)), 'reduce_sum', 'div'),
+    ('inputs_and_sums', lambda w, x: (x @ w, x[:, :1] * w.sum(0, keepdims=True)), 'reduce_sum', 'mul'),
+    ('one_prediction', lambda w, x: jnp.tanh(x[0] @ w).sum() / jnp.linalg.norm(w), 'reduce_sum', 'div'),
+    ('predictions', lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum() / jnp.linalg.norm(w), x),
+     'reduce_sum', 'div'),
+    ('critic', lambda w, x: jnp.mean(x @ w) / jnp.linalg.norm(w), 'reduce_sum', 'div'),
+    ('one_row', lambda w, x: (x[0] @ w / jnp.linalg.norm(w, axis=0)) @ jnp.ones((32, 2)), 'reduce_sum', 'div'),
   )  # fmt: skip
   def test_warns_of_what_meets_what_matmuls_make(self, f, summed, by):
     message = rf'w: {summed} at .* dense, and {by}\w* at .* puts .* right in a penalty or a metric'
@@ -105,6 +136,19 @@ class SumsTest(parameterized.TestCase):
     ('cosines', lambda w, x: _loss(x @ w) + _squares(w.T @ (w / jnp.linalg.norm(w, 2, 0, True)))),
     ('anchor', lambda w, x: _loss(x @ w) + jnp.sum((w - jnp.tile(x, (4, 2))) ** 2)),
     ('weighted_anchor', lambda w, x: _loss(x @ w) + jnp.sum(jnp.tile(x, (4, 2)) * (w - jnp.tile(x, (4, 2))) ** 2)),
+    ('centre', lambda w, x: _loss(x @ w) + jnp.sum((w - jnp.tile(x[:1], (1, 2))) ** 2)),
+    ('product_with_an_anchor', lambda w, x: _loss(x @ w) - jnp.vdot(w, jnp.tile(x, (4, 2))) / jnp.linalg.norm(w)),
+    ('nuclear_norm', lambda w, x: _loss(x @ w) + jnp.linalg.norm(w, 'nuc')),
+    ('nuclear_norm_of_layers', lambda w, x: _loss(x @ w) + sum(jnp.linalg.norm(v, 'nuc') for v in _layers(w))),
+    ('largest_entries', lambda w, x: _loss(x @ w) + jax.lax.top_k(jnp.abs(w).ravel(), 9)[0].sum()),
+    ('quantiles', lambda w, x: (_loss(x @ w), jnp.quantile(jnp.abs(w), 0.9), jnp.histogram(w))),
+    ('entries_printed', lambda w, x: (jax.debug.print('{} {}', w, x), x @ w)[1]),
+    ('entry_printed', lambda w, x: (jax.debug.print('{}', w[0, 0]), x @ w)[1]),
+    ('balanced', _balanced),
+    ('metrics_of_layers', _metrics_of_layers),
+    ('times_sizes', lambda w, x: _loss(x @ w) + jnp.sum(jnp.abs(w).sum(0) * jnp.abs(x @ w).mean(0))),
+    ('share_of_columns', lambda w, x: (_loss(x @ w), jnp.mean((jnp.abs(w).max(0) > 1) & ((x @ w).max(0) > 0)))),
+    ('sums_by_loss', lambda w, x: (_loss(x @ w), jnp.abs(w).sum(0) * _loss(x @ w))),
     ('deviation', lambda w, x: (_loss(x @ w), jnp.std(w))),
     ('guard', lambda w, x: x @ w * jnp.where(jnp.all(jnp.isfinite(w)), 1.0, jnp.nan)),
     ('guard_of_nan', lambda w, x: jnp.where(jnp.isnan(w).any(), jnp.nan, x @ w)),
@@ -127,9 +171,47 @@ class SumsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       s24.bind(STE, lambda p, x: (x @ p['w'], f(p['w'], x)), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
 
-  def test_a_penalty_is_of_the_dense_weight(self):
+  @parameterized.named_parameters(
+    ('centre', lambda p: jnp.sum((p['w'] - p['c']) ** 2)),
+    ('groups', lambda p: jnp.sum(jnp.sqrt(jnp.sum((p['w'] - p['c']) ** 2, 0)))),
+    ('codebook', lambda p: jnp.sum(jnp.min((p['w'][..., None] - p['c'][None]) ** 2, -1))),
+    ('of_two', lambda p: jnp.sum((p['w'].T @ p['v']) ** 2) + jnp.vdot(p['w'], p['v'])),
+    ('of_all', lambda p: jnp.linalg.norm(jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(p)]))),
+  )
+  def test_a_penalty_of_several_parameters(self, penalty):
+    params = {'w': jnp.ones((16, 32)), 'v': jnp.ones((16, 32)), 'c': jnp.ones((1, 32))}
+    f = lambda p, x: _loss(x @ p['w'] + x @ p['v']) + penalty(p)  # noqa: E731
+    bound = s24.bind(s24.recipes.ste('w|v'), f, params, jnp.ones((4, 16)))
+    self.assertEqual([weight.notes for weight in bound.weights], [(), ()])
+
+  @parameterized.named_parameters(
+    ('sorted', lambda w, x: x @ jnp.sort(w, 0), 'sort at'),
+    ('singular_values', lambda w, x: x @ w / jnp.linalg.svd(w, compute_uv=False)[0], 'svd at'),
+    ('joined', lambda w, x: x @ jnp.concatenate([w, w], 1), 'concatenate at'),
+    ('order', lambda w, x: (x @ w)[:, jnp.argsort(jnp.sort(w, 0)[0])], 'sort at'),
+    ('looked_up', lambda w, x: _loss(w[jnp.argmax(x, 1)]), 'gather at'),
+    ('convolution', lambda w, x: jax.lax.conv(x[None, None], w[None, None], (1, 1), 'SAME').sum(), 'conv_.* at'),
+    ('convolution_of_constants',
+     lambda w, x: jax.lax.conv(jnp.asarray(np.ones((1, 1, 4, 4))), w[None, None], (1, 1), 'SAME').sum(), 'conv_.* at'),
+    ('changed', lambda w, x: jnp.sum(x @ jnp.sin(w)), 'sin at .* changes it before a matmul'),
+    ('column', lambda w, x: jax.lax.map(lambda x: x @ w[:, 0], x), 'dot_general at .* vectors'),
+    ('added_to_inputs', lambda w, x: x + jnp.sort(w, 1)[None, :, 0], 'sort at'),
+    ('order_of_inputs', lambda w, x: x[:, jnp.argsort(jnp.sort(w, 1)[:, 0])], 'sort at'),
+    ('called_back', lambda w, x: x @ w + jax.pure_callback(np.max, jax.ShapeDtypeStruct((), w.dtype), w), 'pure_'),
+  )  # fmt: skip
+  def test_what_nothing_follows_is_no_part_of_the_model(self, f, message):
+    with self.assertRaisesRegex(ValueError, f'^w of shape .*: {message}.*Nothing follows a weight there'):
+      s24.bind(STE, lambda p, x: (x @ p['w'], f(p['w'], x)), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+
+  @parameterized.named_parameters(
+    ('norm', lambda p: optax.tree.norm(p, squared=True)),
+    ('sorted', lambda p: jnp.sum(jnp.sort(p['w'].ravel()) ** 2)),
+    ('singular_values', lambda p: jnp.sum(jnp.linalg.svd(p['w'], compute_uv=False) ** 2)),
+    ('of_an_anchor', lambda p: jnp.vdot(p['w'], jax.lax.stop_gradient(p['w']))),
+  )
+  def test_a_penalty_is_of_the_dense_weight(self, penalty):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
-    f = lambda p, x: jnp.sum(x @ p['w']) + optax.tree.norm(p, squared=True)  # noqa: E731
+    f = lambda p, x: jnp.sum(x @ p['w']) + penalty(p)  # noqa: E731
     bound = s24.bind(STE, f, {'w': w}, jnp.zeros((4, 16)))
     variables = s24.sparse_variables({'w': w}, s24.sparse_training(optax.sgd(0.1), bound).init({'w': w}), bound)
     loss = s24.sparsify(f, bound)({'w': w}, variables, None, jnp.zeros((4, 16)))
