@@ -69,8 +69,10 @@ def read(found: Matmul) -> Reading:
   def axes_of(role: str) -> tuple[int, ...]:
     return tuple(axis for axis, name in chosen.items() if name == role)
 
-  if not by_role['contracted'] or not by_role['outputs']:
-    raise UnreadableError('it is contracted over all of its axes or none: a product with vectors')
+  if not by_role['outputs']:
+    raise UnreadableError('it is contracted over all of its axes: a layer of one output, or a product with a vector')
+  if not by_role['contracted']:
+    raise UnreadableError('none of its axes is contracted: a product with numbers')
   sizes = {}
   for axis, name in chosen.items():
     mine = sorted((run for run in by_role[name] if run.axis == axis), key=lambda run: -run.stride)
