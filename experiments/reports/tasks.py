@@ -18,6 +18,7 @@ FILES: Mapping[str, str] = {
   'compare_translation_nano.jsonl': 'translation',
   'compare_finetune_from_dense.jsonl': 'fine-tuned from dense',
   'compare_finetune_from_fst.jsonl': 'fine-tuned from FST',
+  'compare_finetune_from_s_ste.jsonl': 'fine-tuned from S-STE',
   'compare_finetune_from_nothing.jsonl': 'the same, not pre-trained',
 }
 _NAMES = {'accuracy': 'accuracy', 'bleu': 'BLEU', 'exact': 'exact'}

@@ -207,7 +207,7 @@ class SettingsTest(parameterized.TestCase):
 
 class WarmStartTest(absltest.TestCase):
   def test_what_is_taken_and_what_is_new(self):
-    parts = parts_of('finetune_nano', 'model.num_layers=1')
+    parts = parts_of('finetune_nano', 'model.num_layers=1', 'model.positions=learnt')
     example = build.family_of(parts.config).example(parts.model.config)
     shapes = jax.eval_shape(lambda: parts.model.init(jax.random.key(0), *example)['params'])
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes)
