@@ -24,6 +24,21 @@ def named_by_shape(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SHAPE = ('num_layers', 'num_heads', 'embed_dim', 'ffn_width')
+MST = 'mixed_sparsity'
+
+
+def named_by_stage(record: Mapping[str, Any]) -> dict[str, Any]:
+  """A record of MST that is called after its last stage and its links, where these are not the usual ones.
+
+  >>> kwargs = {'restoration': 0, 'density': 0.25}
+  >>> named_by_stage({'contender': 'mixed_sparsity', 'title': 'MST', 'recipe': {'kwargs': kwargs}})['title']
+  'MST, never restored, density 0.25'
+  """
+  kwargs, title = record['recipe']['kwargs'], record['title']
+  if kwargs.get('restoration') == 0:
+    title += ', never restored' + (f', density {kwargs["density"]:g}' if 'density' in kwargs else '')
+    record = {**record, 'contender': title}
+  return {**record, 'title': title}
 
 
 def restoration_markdown(races: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> str:
@@ -33,31 +48,39 @@ def restoration_markdown(races: Sequence[tuple[str, Sequence[Mapping[str, Any]]]
     races: what the place is called, and records of MST with curves of validation, of one race.
 
   Returns:
-    The loss before is that of the last evaluation that no step of the restored model came before.
+    The loss before is that of the last evaluation that no step of the restored model came before. The last column
+    compares with MST of that place, seed by seed.
 
   >>> def run(seed, *losses):
   ...   return {'contender': 'mixed_sparsity', 'title': 'MST', 'seed': seed, 'rate': 0.01, 'decay': 0.0, 'share': 1.0,
   ...           'steps': 1000, 'loss': losses[-1], 'searched_with': [0], 'recipe': {'kwargs': {'restoration': 0.1}},
   ...           'validation': [[step, None, loss] for step, loss in zip((500, 900, 950, 1000), losses)]}
   >>> print(restoration_markdown([('CPU', [run(0, 9.0, 9.0, 9.0, 9.0), run(1, 3.0, 2.5, 2.6, 2.7)])]))
-  | method | rate | seeds | restored from step | loss at step | before | at the end | end minus before |
-  | --- | --- | --- | --- | --- | --- | --- | --- |
-  | MST, CPU | 0.01 | 1 | 900 | 900 | 2.500, one seed | 2.700, one seed | +0.200, one seed |
+  | method | rate | seeds | restored from step | loss at step | before | at the end | end minus before | minus MST |
+  | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+  | MST, CPU | 0.01 | 1 | 900 | 900 | 2.500, one seed | 2.700, one seed | +0.200, one seed |  |
   """
   head = [
-    'method', 'rate', 'seeds', 'restored from step', 'loss at step', 'before', 'at the end', 'end minus before'
+    'method', 'rate', 'seeds', 'restored from step', 'loss at step', 'before', 'at the end', 'end minus before',
+    'minus MST',
   ]  # fmt: skip
   rows = []
-  for place, records in races:
-    for name, own in table.by_seed(records).items():
+  for place, race in races:
+    records = [named_by_stage(r) for r in race]
+    found = table.by_seed(records)
+    for name, own in found.items():
       runs = [r for r in records if r['contender'] == name and r['rate'] == own.rate and r['seed'] in own.losses]
-      begin = _restored_from(runs[0])
-      at = max(step for step, _, _ in runs[0]['validation'] if step <= begin)
-      pairs = [({step: loss for step, _, loss in r['validation']}[at], r['loss']) for r in runs]
-      before, end = zip(*pairs, strict=True)
+      if (begin := _restored_from(runs[0])) < runs[0]['steps']:
+        at = max(step for step, _, _ in runs[0]['validation'] if step <= begin)
+        before = [{step: loss for step, _, loss in r['validation']}[at] for r in runs]
+        gained = [r['loss'] - loss for r, loss in zip(runs, before, strict=True)]
+        stage = [f'{begin:,}', f'{at:,}', table.interval(before), table.interval(gained, '+')]
+      else:
+        stage = ['never', '', '', '']
+      minus = [own.losses[seed] - loss for seed, loss in found[MST].losses.items() if seed in own.losses]
       rows.append([
-        f'{own.title}, {place}', f'{own.rate:g}', str(len(pairs)), f'{begin:,}', f'{at:,}', table.interval(before),
-        table.interval(end), table.interval([b - a for a, b in pairs], '+'),
+        f'{own.title}, {place}', f'{own.rate:g}', str(len(runs)), *stage[:3], table.interval([*own.losses.values()]),
+        stage[3], '' if name == MST else table.interval(minus, '+'),
       ])  # fmt: skip
   return '\n'.join(f'| {" | ".join(line)} |' for line in [head, ['---'] * len(head), *rows])
 

@@ -153,14 +153,16 @@ def _equal_flops() -> str:
   """Moving topologies and dense models of several shapes, at equal FLOPs."""
   shapes = table.read(provenance.RESULTS / 'grid_flops_shapes_nano_cpu.jsonl').values()
   others = [equal_flops.named_by_shape(record) for records in shapes for record in records]
+  never = map(equal_flops.named_by_stage, _read('grid_flops_never_restored_nano_cpu.jsonl', _FLOPS))
+  others += [record for record in never if 'density' in record['recipe']['kwargs']]  # fewer links take fewer FLOPs
   return table.steps_markdown([*_read('grid_flops_nano_cpu.jsonl', _FLOPS), *others], 'dense_small')
 
 
 def _restoration() -> str:
-  mst = [r for r in _read('grid_flops_nano.jsonl', _FLOPS) if r['contender'] == 'mixed_sparsity']
-  return equal_flops.restoration_markdown([
-    ('CPU cores', _read('grid_flops_restored_nano_cpu.jsonl', _FLOPS)), ('H200', mst)
-  ])  # fmt: skip
+  mst = [r for r in _read('grid_flops_nano.jsonl', _FLOPS) if r['contender'] == equal_flops.MST]
+  files = (f'grid_flops_{name}_nano_cpu.jsonl' for name in ('restored', 'never_restored'))
+  ours = [record for file in files for record in _read(file, _FLOPS)]
+  return equal_flops.restoration_markdown([('CPU cores', ours), ('H200', mst)])
 
 
 _FLOPS = 'nano, 2,000 steps each'

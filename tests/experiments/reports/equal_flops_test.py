@@ -38,23 +38,32 @@ class ShapesTest(absltest.TestCase):
 
 class RestorationTest(absltest.TestCase):
   def test_the_loss_before_is_that_of_the_last_evaluation_without_a_restored_step(self):
-    """At the best rate of the search, in the seeds that are reported; the stage has its usual length, or its own."""
+    """At the best rate of the search, in the seeds that are reported; the stage has its usual length, its own, or none.
+
+    Losses at the end are compared seed by seed.
+    """
     at = (1500, 1750, 1900, 2000)
     records = [
-      run('MST', seed, curve[-1], rate=rate, validation=[[s, None, x] for s, x in zip(at, curve, strict=True)])
+      run(equal_flops.MST, seed, curve[-1], rate=rate,
+          validation=[[s, None, x] for s, x in zip(at, curve, strict=True)])
       for seed, rate, curve in (
         (0, 0.01, (2.0, 2.0, 2.0, 2.0)), (0, 0.02, (1.9, 1.9, 1.9, 1.9)),
         (1, 0.01, (5.0, 5.0, 5.0, 5.0)), (1, 0.02, (1.5, 1.4, 1.3, 1.6)),
       )
     ]  # fmt: skip
     longer = [{**r, 'recipe': {'kwargs': {'restoration': 0.1}}} for r in records]
+    never = [{**r, 'loss': r['loss'] + 0.5, 'recipe': {'kwargs': {'restoration': 0, 'density': 0.2}}} for r in records]
     self.assertEqual(
-      rows(equal_flops.restoration_markdown([('CPU', records), ('GPU', longer)])),
+      rows(equal_flops.restoration_markdown([('CPU', [*never, *records]), ('GPU', longer)])),
       [
-        ['MST, CPU', '0.02', '1', '1,900', '1,900', '1.300, one seed', '1.600, one seed', '+0.300, one seed'],
-        ['MST, GPU', '0.02', '1', '1,800', '1,750', '1.400, one seed', '1.600, one seed', '+0.200, one seed'],
+        ['mixed_sparsity, CPU', '0.02', '1', '1,900', '1,900', '1.300, one seed', '1.600, one seed', '+0.300, one seed',
+         ''],
+        ['mixed_sparsity, never restored, density 0.2, CPU', '0.02', '1', 'never', '', '', '2.100, one seed', '',
+         '+0.500, one seed'],
+        ['mixed_sparsity, GPU', '0.02', '1', '1,800', '1,750', '1.400, one seed', '1.600, one seed', '+0.200, one seed',
+         ''],
       ],
-    )
+    )  # fmt: skip
 
 
 if __name__ == '__main__':
