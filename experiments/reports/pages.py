@@ -16,6 +16,7 @@ from experiments.reports import (
   provenance,
   scale,
   speed,
+  styles,
   tasks,
 )
 from experiments.reports import race_picture as picture
@@ -227,6 +228,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'equal FLOPs': lambda: _compared('flops_nano', compared.FLOPS),
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
+    'styles': lambda: styles.markdown(provenance.read('grid_styles_nano.jsonl')),
     'race': lambda: trials_of_race('302m'),
     'race of three layers': lambda: trials_of_race('three layers'),
     'race of width 4096': lambda: trials_of_race('width 4096'),
