@@ -276,7 +276,9 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
     covered, laid = set(), set()
     for i, mark in enumerate(given):
       for key in mark.dense | mark.near:
-        others = (other.states | other.sparse for j, other in enumerate(given) if j != i)
+        # What is selected from is laid over nothing: it may be the weight itself.
+        over = given[:1] if name == 'select_n' else [other for j, other in enumerate(given) if j != i]
+        others = (other.states | other.sparse for other in over)
         if states := {state for each in others for state in each if state.name == key.name}:
           covered.add(key.name)
           laid |= states & {key} or states  # of a state of another step, by which step that is

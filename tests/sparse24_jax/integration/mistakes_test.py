@@ -107,6 +107,25 @@ class NearTest(parameterized.TestCase):
         s24.check_step(functools.partial(step, plain=plain), params, params, tx.init(params), jnp.ones((4, 8)))
 
 
+class WarmUpTest(absltest.TestCase):
+
+  def test_a_dense_warm_up_by_where(self):
+    tx, params = s24.sparse_training(optax.sgd(0.1), STE), params_of(8, 8)
+
+    def step(params, state, x, i, *, starts_dense):
+      def loss(params):
+        w = project(params, state, STE)['w']
+        return jnp.mean((x @ (jnp.where(i < 100, params['w'], w) if starts_dense else w)) ** 2)
+
+      updates, state = tx.update(jax.grad(loss)(params), state, params)
+      return optax.apply_updates(params, updates), state
+
+    given = params, tx.init(params), jnp.ones((4, 8)), jnp.int32(0)
+    s24.check_step(functools.partial(step, starts_dense=False), *given)
+    with self.assertRaisesRegex(ValueError, 'w: the step reads it dense at'):
+      s24.check_step(functools.partial(step, starts_dense=True), *given)
+
+
 class LostStateTest(parameterized.TestCase):
 
   @parameterized.product(recipe=(FST, STE), jit=(False, True))
