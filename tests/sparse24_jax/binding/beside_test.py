@@ -194,7 +194,7 @@ class SumsTest(parameterized.TestCase):
     ('convolution_of_constants',
      lambda w, x: jax.lax.conv(jnp.asarray(np.ones((1, 1, 4, 4))), w[None, None], (1, 1), 'SAME').sum(), 'conv_.* at'),
     ('changed', lambda w, x: jnp.sum(x @ jnp.sin(w)), 'sin at .* changes it before a matmul'),
-    ('column', lambda w, x: jax.lax.map(lambda x: x @ w[:, 0], x), 'dot_general at .* vectors'),
+    ('column', lambda w, x: jax.lax.map(lambda x: x @ w[:, 0], x), 'dot_general at .* a vector'),
     ('added_to_inputs', lambda w, x: x + jnp.sort(w, 1)[None, :, 0], 'sort at'),
     ('order_of_inputs', lambda w, x: x[:, jnp.argsort(jnp.sort(w, 1)[:, 0])], 'sort at'),
     ('called_back', lambda w, x: x @ w + jax.pure_callback(np.max, jax.ShapeDtypeStruct((), w.dtype), w), 'pure_'),
