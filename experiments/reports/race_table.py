@@ -83,7 +83,7 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   """
   runs = _whole(records)
   against = dense_of({r['contender'] for r in runs})
-  dense = [r['step_ms'] for r in runs if r['contender'] == against]
+  dense = [r['step_ms'] for r in runs if r['contender'] == against and not r.get('disturbed')]
   found = []
   for name in dict.fromkeys(r['contender'] for r in runs):
     own = [r for r in runs if r['contender'] == name]

@@ -96,8 +96,10 @@ def look_beside(traced: Traced, rules: Mapping[str, Rule], lost: Mapping[Place, 
     marks.append(Mark(frozenset((path,))) if path in rules else other)
   results = walk.through(traced.jaxpr, traced.constants, marks)
   for variable, mark in zip(traced.jaxpr.outvars, results, strict=True):
-    if by := (_ndim(variable) and mark.added) or ((mark.after or len(results) == 1) and mark.scaled):
-      walk.note(mark.sums, by)
+    is_array = _ndim(variable) > 0
+    by = (is_array and mark.added) or ((mark.after or len(results) == 1) and mark.scaled)
+    if by or (is_array and mark.data):
+      walk.note(mark.sums | {(path, 'a result') for path in mark.weights if by}, by or 'a result')
   for place in lost.keys() - walk.seen:
     for path, text in lost[place].items():
       _tell(walk.problems, path, text)
@@ -253,6 +255,8 @@ class _Walk(NamedTuple):
       for path in found.weights:
         _tell(self.problems, path, f'{found.by_hand}, then {name} at {_jax.source_of(equation)}')
     sums = found.sums | self._summed(equation, found)
+    if found.added and found.after:
+      self.note(sums, found.added)
     return found._replace(weights=frozenset(), sums=sums, added=found.added or found.by_hand, by_hand='')
 
   def _met(self, equation: Any, given: Sequence[Mark], found: Mark, name: str, variable: Any = None) -> Mark:
@@ -300,6 +304,9 @@ class _Walk(NamedTuple):
     if alone and all(mark.weights or mark.sums for mark in operands):  # in a penalty
       return Mark(sums=sums | self._summed(equation, found), inputs=found.inputs)
     if is_scalar:
+      for mark, other in zip(operands, operands[::-1], strict=True):
+        for path in mark.weights if other.inputs else ():
+          _tell(self.problems, path, f'{name} at {source} multiplies all its entries by inputs: a score, not a matrix')
       given = [mark._replace(weights=_NONE.weights, sums=mark.sums | self._summed(equation, mark)) for mark in operands]
       return self._met(equation, given, _union(given), 'mul')._replace(products=frozenset())
     if found.scaled:

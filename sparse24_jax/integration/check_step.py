@@ -159,7 +159,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
     out = step(*traced_args, **traced_kwargs)
     returns.extend(filter(is_ours, jax.tree.leaves(out, is_leaf=is_ours)))
-    return [leaf for leaf in jax.tree.leaves(out) if is_array(leaf)]
+    # A new mask among other results, as a metric, is not kept.
+    kept = [state.projections for state in returns] or out
+    return [leaf for leaf in jax.tree.leaves(kept) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
   if not all(masks):

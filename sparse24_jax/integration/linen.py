@@ -43,7 +43,7 @@ class SparseModule(nn.Module):
   def __call__(self, *args, **kwargs):
     return self._run('__call__', args, kwargs)
 
-  def run(self, method: str, *args, **kwargs):
+  def sparse24_run(self, method: str, *args, **kwargs):
     """Another method of the model, by name, with its matched weights sparse."""
     return self._run(method, args, kwargs)
 
@@ -56,7 +56,12 @@ class SparseModule(nn.Module):
       method = inspect.getattr_static(type(vars(self).get('sparse24_model')), name, None)
       if name.startswith('_') or not inspect.isfunction(method):
         raise
-    return types.MethodType(lambda module, *args, **kwargs: module.run(name, *args, **kwargs), self)
+
+    def by_name(module: Any, *args: Any, **kwargs: Any) -> Any:
+      return module.sparse24_run(name, *args, **kwargs)
+
+    by_name.__name__ = name
+    return types.MethodType(by_name, self)
 
   @nn.nowrap
   def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -66,8 +71,6 @@ class SparseModule(nn.Module):
   def init_with_output(self, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
     """By the model itself: the same key makes the same weights."""
     method = self._by_name(method)
-    if method == 'run':
-      method, args = args[0], args[1:]
     out, variables = self.sparse24_model.init_with_output(rngs, *args, method=method, **kwargs)
     self._check_params(method, variables)
     return out, variables
@@ -79,10 +82,12 @@ class SparseModule(nn.Module):
 
   @nn.nowrap
   def _by_name(self, method: Any) -> Any:
-    """The name of a method of the model: as a function it would look here for what the model has."""
+    """The name of a method of the model, or of one of ours: as a function it would look here for the model's parts."""
     function = getattr(method, '__func__', method)
     name = getattr(function, '__name__', '')
-    return name if function is not None and getattr(type(self.sparse24_model), name, None) is function else method
+    is_ours = isinstance(getattr(method, '__self__', None), SparseModule)
+    of_model = function is not None and getattr(type(self.sparse24_model), name, None) is function
+    return name if is_ours or of_model else method
 
   def _run(self, method: str, args: tuple, kwargs: dict):
     if self.is_initializing():  # as a part of another model
@@ -119,8 +124,10 @@ class SparseModule(nn.Module):
       return (out, {}) if scope.mutable is False else out
 
     out, changed = run_sparse(self.recipe, function, params, own, key, collections, streams, args, kwargs)
-    if capture:  # Flax adds what this call returns
-      changed.get('intermediates', {}).pop('__call__', None)
+    if capture and method == '__call__' and capture(self, method):  # Flax adds what this call returns
+      captured = changed.get('intermediates', {})
+      if method in captured:
+        captured[method] = captured[method][:-1]
     for name, values in changed.items():
       for entry, value in values.items():
         scope.put_variable(name, entry, value)

@@ -36,6 +36,7 @@ class Contender:
     plain: whether it runs by plain jax.numpy, whatever the GPU.
     size: a size of its own in place of that of the race.
     rate: the only learning rate, in place of a search.
+    decay: the masked decay with which a search begins, unless told.
   """
 
   label: str
@@ -47,6 +48,7 @@ class Contender:
   plain: bool = False
   size: str | None = None
   rate: float | None = None
+  decay: float = DECAY
 
   @property
   def decays(self) -> bool:
@@ -178,8 +180,8 @@ CONTENDERS: Mapping[str, Contender] = {
     kwargs={'path': FFN, 'masked_decay': DECAY, 'decay_on': 'gradients'},
   ),
   's_ste_unsampled': of('s_ste_unsampled'),
-  # Its decay is times the learning rate: searches begin with --decay 0.3, near the best at 10.7 M (docs/quality.md).
-  'sr_ste': of('sr_ste'),
+  # Its decay is times the learning rate; this one was the best at 10.7 M (docs/quality.md).
+  'sr_ste': of('sr_ste', decay=0.3),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_fst_fp8_all': of('fst_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),

@@ -128,7 +128,7 @@ class Race:
     repeats = tuple((seed, 1.0) for seed in options.seeds)
     if not options.steps:
       repeats += ((0, 0.7),)
-    decay = options.decay if contender.decays else 0.0
+    decay = (options.decay or contender.decay) if contender.decays else 0.0
     return next_trial(self.done[name], Trial(options.rate, decay), Budget(options.trials, repeats))
 
   def _steps(self, name: str, trial: Trial) -> int:
@@ -292,8 +292,9 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
   parser.add_argument('--rate', type=float, default=1e-3, help='with which searches begin (default: %(default)s)')
-  parser.add_argument('--decay', type=_positive, default=DECAY,
-                      help='masked decay with which searches begin of contenders that have one (default: %(default)s)')
+  parser.add_argument('--decay', type=_positive,
+                      help='masked decay with which searches begin of contenders that have one (default: their own,'
+                      f' as a rule {DECAY:g})')
   parser.add_argument('--trials', type=int, default=5, help='of the search of each contender (default: %(default)s)')
   parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2],
                       help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip

@@ -137,7 +137,7 @@ class SumsTest(parameterized.TestCase):
     ('anchor', lambda w, x: _loss(x @ w) + jnp.sum((w - jnp.tile(x, (4, 2))) ** 2)),
     ('weighted_anchor', lambda w, x: _loss(x @ w) + jnp.sum(jnp.tile(x, (4, 2)) * (w - jnp.tile(x, (4, 2))) ** 2)),
     ('centre', lambda w, x: _loss(x @ w) + jnp.sum((w - jnp.tile(x[:1], (1, 2))) ** 2)),
-    ('product_with_an_anchor', lambda w, x: _loss(x @ w) - jnp.vdot(w, jnp.tile(x, (4, 2))) / jnp.linalg.norm(w)),
+    ('product_with_an_anchor', lambda w, x: _loss(x @ w) - jnp.vdot(w, np.ones((16, 32))) / jnp.linalg.norm(w)),
     ('nuclear_norm', lambda w, x: _loss(x @ w) + jnp.linalg.norm(w, 'nuc')),
     ('nuclear_norm_of_layers', lambda w, x: _loss(x @ w) + sum(jnp.linalg.norm(v, 'nuc') for v in _layers(w))),
     ('largest_entries', lambda w, x: _loss(x @ w) + jax.lax.top_k(jnp.abs(w).ravel(), 9)[0].sum()),
@@ -166,10 +166,24 @@ class SumsTest(parameterized.TestCase):
     ('of_one_example', lambda w, x: jnp.abs(x[0][:, None] - w).sum(0), 'sub at .*, then reduce_sum at'),
     ('repeated', lambda w, x: jnp.abs(jnp.broadcast_to(x[0][:, None], w.shape) - w).sum(0), 'sub at .*, then reduce_'),
     ('changed_with_itself', lambda w, x: x @ ((w + x[:1].T) @ (w * 2).T), 'multiplies it by itself'),
+    ('scores', lambda w, x: jax.lax.map(lambda x: jnp.tensordot(jnp.outer(x, x), w[:, :16], 2), x), 'a score, not a'),
+    ('loss_of_scores', lambda w, x: _loss(jax.lax.map(lambda x: jnp.vdot(jnp.outer(x, x), w[:, :16]), x)), 'a score'),
   )
   def test_a_matmul_by_another_name_is_no_penalty(self, f, message):
     with self.assertRaisesRegex(ValueError, message):
       s24.bind(STE, lambda p, x: (x @ p['w'], f(p['w'], x)), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16)))
+
+  @parameterized.named_parameters(
+    ('bias_in_the_last_row', lambda w, x: x @ w[:12] + w[12:13]),
+    ('row_times_a_result', lambda w, x: _loss(x @ w[:12] * w[12:13])),
+    ('row_in_a_hidden_layer', lambda w, x: _loss(jnp.tanh(x @ w[:12] + w[12:13]))),
+    ('sum_added_to_inputs', lambda w, x: (x @ w[:12], x + w[:12].sum(1)[None])),
+    ('power_of_inputs', lambda w, x: (x @ w[:12], jnp.abs(x) ** jnp.std(w))),
+  )
+  def test_entries_and_sums_beside_results_are_warned_of(self, f):
+    w, x = jnp.ones((16, 32)), jnp.ones((4, 12))
+    checked = s24.check(s24.recipes.ste('w'), lambda p, x: f(p['w'], x), {'w': w}, x)
+    self.assertRegex('\n'.join(checked.notes), 'reads it as it is stored, dense')
 
   @parameterized.named_parameters(
     ('centre', lambda p: jnp.sum((p['w'] - p['c']) ** 2)),

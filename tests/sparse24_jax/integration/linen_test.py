@@ -140,7 +140,6 @@ class SameModelTest(parameterized.TestCase):
         twice = sparse.apply(v, X, scale=2.0, method=method)
         np.testing.assert_array_equal(twice, 2 * np.asarray(plain))
     np.testing.assert_array_equal(sparse.bind(v).encode(X), plain)
-    np.testing.assert_array_equal(sparse.apply(v, 'encode', X, method='run'), plain)
 
   def test_the_same_key_makes_the_weights_of_the_model(self):
     class Around(nn.Module):
@@ -156,8 +155,9 @@ class SameModelTest(parameterized.TestCase):
       sparse, key = s24.sparsify(model, s24.recipes.ste('.*kernel')), jax.random.key(0)
       params = model.init(key, X)['params']
       jax.tree.map(np.testing.assert_array_equal, sparse.init(key, X)['params'], params)
-    found = sparse.init(key, X, method=Around.door)['params']
-    jax.tree.map(np.testing.assert_array_equal, found, params)
+    for method in (Around.door, 'door', sparse.door, sparse.__call__, lambda module, x: module.door(x)):
+      found = sparse.init(key, X, method=method)['params']
+      jax.tree.map(np.testing.assert_array_equal, found, params)
     with self.assertRaisesRegex(ValueError, 'for no weight'):
       s24.sparsify(model, s24.recipes.ste('elsewhere/.*')).init(key, X)
 
@@ -168,6 +168,10 @@ class SameModelTest(parameterized.TestCase):
     _, plain = model.apply({'params': params}, X, **how)
     _, sparse = s24.sparsify(model, recipe).apply(variables(params, recipe), X, **how)
     self.assertEqual(jax.tree.structure(sparse), jax.tree.structure(plain))
+    how['capture_intermediates'] = lambda module, name: isinstance(module, nn.Sequential)
+    for each in (model, s24.sparsify(model, recipe)):
+      _, found = each.apply(variables(params, recipe), X, **how)
+      self.assertLen(found['intermediates']['__call__'], 1)
 
   def test_dense_general(self):
     class General(nn.Module):

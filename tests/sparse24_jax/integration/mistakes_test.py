@@ -137,7 +137,8 @@ class LostStateTest(parameterized.TestCase):
       def step(params, state, x):
         variables = s24.sparse_variables(params, state, recipe)
         updates, new = tx.update(jax.grad(loss)(params, variables, jax.random.key(0), x), state, params)
-        return optax.apply_updates(params, updates), {'new': new, 'old': state}[returned]
+        logged = jax.tree.leaves(new.projections)[0].mean()
+        return optax.apply_updates(params, updates), {'new': new, 'old': state}[returned], logged
 
       params = params_of(8, 8)
       s24.check_step(jax.jit(step) if jit else step, params, tx.init(params), jnp.ones((4, 8)))
