@@ -97,9 +97,9 @@ def call_of_lowered(context: Any, module: bytes, arguments: Sequence[Any], out_t
 
 
 def gpu_here(context: Any) -> Any:
-  """The GPU that is lowered for; None if it is not this process', as a topology's, or if there are other processes."""
-  device = jax.devices()[0]
-  here = device.platform == 'gpu' and context.module_context.backend == device.client and jax.process_count() == 1
+  """The GPU that is lowered for; None if it is not this process', as a topology's, or if there are other ones."""
+  device, *others = jax.devices()
+  here = device.platform == 'gpu' and context.module_context.backend == device.client and not others
   return device if here else None
 
 

@@ -117,16 +117,13 @@ class CompiledTest(parameterized.TestCase):
 class CompatTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    ({}, True), (dict(platform='cpu'), False), (dict(client='of a topology'), False), (dict(processes=2), False)
+    ({}, True), (dict(platform='cpu'), False), (dict(client='of a topology'), False), (dict(devices=2), False)
   )
-  def test_a_gpu_is_here_if_it_is_what_this_process_alone_computes_on(self, changes, here):
-    of = {'platform': 'gpu', 'client': 'cuda', 'processes': 1} | changes
+  def test_a_gpu_is_here_if_it_is_all_that_programs_run_on(self, changes, here):
+    of = {'platform': 'gpu', 'client': 'cuda', 'devices': 1} | changes
     device = types.SimpleNamespace(platform=of['platform'], client='cuda')
     context = types.SimpleNamespace(module_context=types.SimpleNamespace(backend=of['client']))
-    with (
-      mock.patch.object(jax, 'devices', lambda: [device]),
-      mock.patch.object(jax, 'process_count', lambda: of['processes']),
-    ):
+    with mock.patch.object(jax, 'devices', lambda: [device] * of['devices']):
       self.assertEqual(_compat.gpu_here(context), device if here else None)
 
   def test_nothing_that_is_lowered_here_is_for_a_gpu_of_this_process(self):
