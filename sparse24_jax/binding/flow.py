@@ -308,13 +308,5 @@ def _is_kernel(name: str) -> bool:
 
 
 def _union(marks: Sequence[Marks]) -> Marks:
-  reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
-  dense, states, sparse, updates, plain, near = (
-    frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5, 9, 10)
-  )
-  fp8 = any(mark.fp8 for mark in marks)
-  found = Marks(dense, states, sparse, reads, touched, updates, fp8=fp8, plain=plain, near=near)
-  if not any(mark.handed or mark.scaled for mark in marks):
-    return found
-  handed, scaled = (frozenset().union(*(mark[i] for mark in marks)) for i in (6, 7))
-  return found._replace(handed=handed, scaled=scaled - handed)
+  found = Marks(*(functools.reduce(operator.or_, each) for each in zip(_NONE, *marks, strict=True)))
+  return found._replace(scaled=found.scaled - found.handed) if found.scaled else found

@@ -142,11 +142,12 @@ class ProgramTest(absltest.TestCase):
   def test_searches_begin_as_told(self):
     folder = _prepared(self)
     argv = f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --eval-batches 1'.split()
-    argv += ['--rate', '0.02', '--contenders', 'dense', 'fst']
-    for options, decay in (([], contenders.DECAY), (['--decay', '6e-5'], 6e-5)):
+    argv += ['--rate', '0.02', '--contenders', 'dense', 'fst', 'sr_ste']
+    for options, decay, of_weights in (([], contenders.DECAY, 0.3), (['--decay', '6e-5'], 6e-5, 6e-5)):
       race = program.Race(program.parser().parse_args([*argv, *options]))
-      found = {name: race._next(name) for name in ('dense', 'fst')}
-      self.assertEqual(found, {'dense': Trial(0.02, 0.0), 'fst': Trial(0.02, decay)})
+      found = {name: race._next(name) for name in ('dense', 'fst', 'sr_ste')}
+      wanted = {'dense': 0.0, 'fst': decay, 'sr_ste': of_weights}
+      self.assertEqual(found, {name: Trial(0.02, of) for name, of in wanted.items()})
 
   def test_too_few_steps_are_refused_before_anything_compiles(self):
     folder = _prepared(self)
