@@ -11,6 +11,7 @@ from experiments.reports import (
   decay_grid,
   equal_flops,
   faults,
+  in_short,
   measured,
   papers,
   provenance,
@@ -166,6 +167,22 @@ def _restoration() -> str:
   return equal_flops.restoration_markdown([('CPU cores', ours), ('H200', mst)])
 
 
+def _in_short_at_equal_steps() -> str:
+  return in_short.equal_steps({
+    '0.1 M': _read(*_NANO), '10.7 M': _read(*_SMALL), '85 M': race('124m'), '85 M, longer': race('124m, long'),
+  })  # fmt: skip
+
+
+def _in_short_at_equal_seconds() -> str:
+  return in_short.equal_seconds({
+    '40 s, three layers of width 2,048': race('three layers'), '100 s, six layers of width 2,048': race('302m'),
+    '300 s, GPT-2 774M': race('774m'), '70 s, four layers of width 4,096': race('width 4096'),
+    'the same on one GPU': race('width 4096, one GPU'),
+  })  # fmt: skip
+
+
+_NANO = 'grid_nano.jsonl', 'nano, 4,000 steps each'
+_SMALL = 'grid_small.jsonl', 'small, 900 steps each'
 _FLOPS = 'nano, 2,000 steps each'
 
 # Document -> table -> what makes it.
@@ -185,12 +202,12 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   },
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
-    'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
+    'grid nano': lambda: _tuned(*_NANO),
     'losses by decay': _losses_by_decay,
     'decay by short runs': lambda: decay_grid.markdown(provenance.read('decay_grid.jsonl')),
     'decay by flips small': lambda: _decay_by_flips('small', 'grid_small.jsonl'),
     'decay by flips nano': lambda: _decay_by_flips('nano', 'decay_flips_nano.jsonl'),
-    'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
+    'grid small': lambda: _tuned(*_SMALL),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
@@ -214,6 +231,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
     'race of width 4096 on one GPU': lambda: race_by_seed('width 4096, one GPU', 'eighth_ffn_s_ste_fp8_all'),
     'race of width 4096 by seed': lambda: race_by_seed('width 4096', 'eighth_ffn_s_ste_fp8_all'),
+    'in short at equal steps': _in_short_at_equal_steps,
+    'in short in equal seconds': _in_short_at_equal_seconds,
   },
   'quality_runs.md': {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),

@@ -198,9 +198,9 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
     rows.append([
       own.title, f'{own.rate:g}', str(len(losses)), interval(losses, ''),
       '' if name == against else interval(pairs, '+'),
-      _share(shares_of_time(lower, other)) if name != against and all(map(math.isfinite, pairs)) else '',
+      share(shares_of_time(lower, other)) if name != against and all(map(math.isfinite, pairs)) else '',
       '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'),
-      _share(shares), shorter,
+      share(shares), shorter,
     ])  # fmt: skip
   return rows
 
@@ -262,11 +262,11 @@ def interval(values: Sequence[float], sign: str = '', digits: int = 4) -> str:
   return f'{statistics.fmean(values):{sign}.{digits}f} ± {half_width(values):.{digits}f}'
 
 
-def _share(shares: Sequence[float]) -> str:
+def share(shares: Sequence[float]) -> str:
   return 'never' if math.inf in shares else interval(shares, '', 2)
 
 
-def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A table without the columns that are empty: a race need not have a dense model, or shorter runs."""
   kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
   lines = [head, ['---'] * len(head), *rows]
@@ -276,7 +276,7 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
   """The table of one race."""
   head = ['contender', 'ms a step', 'times faster', 'TFLOP/s', 'steps', 'validation loss at each rate, seed by seed']
-  return _lines(head, rows(records))
+  return lines(head, rows(records))
 
 
 def seeds_markdown(records: Iterable[Mapping[str, Any]], against: str | None = None) -> str:
@@ -290,7 +290,7 @@ def seeds_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
     "share of time, the lower of the two at the other's final loss", "seconds to dense's final loss",
     "share of dense's time", 'shorter runs',
   ]  # fmt: skip
-  return _lines(head, seeds_rows(found, against))
+  return lines(head, seeds_rows(found, against))
 
 
 def steps_markdown(records: Iterable[Mapping[str, Any]], against: str | None = None) -> str:
@@ -302,7 +302,7 @@ def steps_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
     'method', 'rate, decay', 'trials', 'seeds', 'validation loss, 95% interval', f'minus {found[against].title}',
     'percent of it',
   ]  # fmt: skip
-  return _lines(head, steps_rows(found, against))
+  return lines(head, steps_rows(found, against))
 
 
 def gap_markdown(
@@ -335,7 +335,7 @@ def gap_markdown(
       for begin, end in parts
     ]
     rows.append([found[name].title, str(len(seeds)), *(f'{mean:+.4f}' for mean in means)])
-  return _lines(['training loss minus dense, steps', 'seeds', *(f'{b + 1:,} to {e:,}' for b, e in parts)], rows)
+  return lines(['training loss minus dense, steps', 'seeds', *(f'{b + 1:,} to {e:,}' for b, e in parts)], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
