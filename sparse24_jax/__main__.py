@@ -7,7 +7,6 @@
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib
 import re
@@ -23,7 +22,6 @@ import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, BLOCK_LEGEND, block_table, explain, verdict
 from sparse24_jax.pipes import quietly
-from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
 
@@ -87,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
   try:
     block = block_of(recipe)
     # Its two layers do not run by themselves, nor has it another way to a gradient.
-    exact = block if neurons else block_of(_with_exact_gradients(recipe))
+    exact = block if neurons else block_of(recipe.with_exact_gradients())
     found = [] if neurons else where_it_pays(
       params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=priced
     )  # fmt: skip
@@ -153,12 +151,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:
     print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
   return 0 if checked.ok else 1
-
-
-def _with_exact_gradients(recipe: Recipe) -> Recipe:
-  policies = (dataclasses.replace(rule.policy, weight_grad='dense') for rule in recipe.rules)
-  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
-  return dataclasses.replace(recipe, rules=tuple(rules))
 
 
 if __name__ == '__main__':

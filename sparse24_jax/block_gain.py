@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse24_jax.availability import priced_on
-from sparse24_jax.block_plan import BlockPlan, plan_block
+from sparse24_jax.block_plan import BlockPlan, may_end, plan_block
 from sparse24_jax.neuron_plan import plan_neurons, priced_neurons
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.priced import BlockGain, Part, priced
@@ -75,14 +75,15 @@ def block_gain(
       ' recipe whose rules fit all weights of the block'
     )
   policy = policies['up']
-  if others := [name for name in sides if policies[name] != policy]:
+  down = policies['down']
+  if others := [name for name in sides if policies[name] != policy and not (name == 'down' and may_end(down, policy))]:
     raise ValueError(
       f'{recipe.name} has another policy for up/kernel than for {", ".join(f"{name}/kernel" for name in others)}; a'
       ' block runs by one, so price its layers by where_it_pays'
     )
   require_timed('up/kernel', policy)
   with errors_name(', '.join(f'{name}/kernel' for name in sides)):
-    plan = plan_block(policy.of_matrix, tokens, sides, dtype, on=on)
+    plan = plan_block(policy.of_matrix, tokens, sides, dtype, down=down.of_matrix, on=on)
   return price_block(plan, jnp.dtype(weight_dtype).itemsize, micro_batches, on.device.slug)
 
 

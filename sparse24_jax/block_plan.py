@@ -40,9 +40,12 @@ class BlockPlan:
   @property
   def fused(self) -> bool:
     """Whether it runs as one: one kernel for all matmuls, or one precision for all, dense ones too."""
-    layers = self.layers.values()
-    whole = len({layer.backends for layer in layers}) == 1 and self.up.backends.sole is not None
-    sampled = {layer.backends.weight_grad for layer in layers}
+    # The last matmul may take its weight gradient of all of the output gradient.
+    exact = dict(weight_grad=self.up.backends.weight_grad) if not self.down.sampled else {}
+    found = {layer.backends for layer in (self.up, self.gate or self.up)}
+    found.add(dataclasses.replace(self.down.backends, **exact))
+    whole = len(found) == 1 and self.up.backends.sole is not None
+    sampled = {backends.weight_grad for backends in found}
     whole = whole or (self.precision.scales and len(sampled) == 1 and None not in sampled)
     # Positions are stored in tiles of 64 rows.
     joins = self.gate is None or self.up.d_out % 64 == 0
@@ -50,7 +53,7 @@ class BlockPlan:
 
   @property
   def precision(self) -> Precision:
-    """Of all its layers, which have one policy and the same sides."""
+    """Of all its layers, which have one policy but for the weight gradient of the last."""
     return self.up.precision
 
   @property
@@ -100,7 +103,7 @@ class BlockPlan:
       # With a gate the activation is a pass of its own.
       *passes('h', (activation_costs.gated_activation(h, wide),) if gated else (), kept_h),
       *passes('h rounded', precision.rounding(h, wide), h * width), self._down('forward'),
-      precision.sampling('dy', x, wide), self._down('weight_grad'), self._down('input_grad'),
+      *self.down.prepared('weight_grad', make='dy'), self._down('weight_grad'), self._down('input_grad'),
       *precision.activation_and_sampling(h, wide, gated=gated),
       self._up('weight_grad'), self._up('input_grad'),
     )  # fmt: skip
@@ -160,9 +163,18 @@ class BlockPlan:
 
 def plan_block(
   policy: DotPolicy, tokens: int, sides: Mapping[str, tuple[int, int]], dtype: Any, arrays: Any = (), *,
-  on: Target | None = None, asked: Asked = PLAIN,
+  down: DotPolicy | None = None, on: Target | None = None, asked: Asked = PLAIN,
 ) -> BlockPlan:  # fmt: skip
-  """The plan of a block with weights of these `sides`, [in, out], by role, under one policy."""
+  """The plan of a block with weights of these `sides`, [in, out], by role, under one policy.
+
+  `down` is that of the last matmul, if it is another that `may_end`.
+  """
+  policies = dict.fromkeys(sides, policy) | {'down': policy if down is None else down}
   return BlockPlan(**{
-    role: plan_layer(policy, tokens, *side, dtype, arrays, on=on, asked=asked) for role, side in sides.items()
+    role: plan_layer(policies[role], tokens, *side, dtype, arrays, on=on, asked=asked) for role, side in sides.items()
   })  # fmt: skip
+
+
+def may_end(down: DotPolicy, policy: DotPolicy) -> bool:
+  """Whether a block of `policy` may end with a matmul of `down`: the same, or one with an exact weight gradient."""
+  return down in (policy, dataclasses.replace(policy, weight_grad='dense'))

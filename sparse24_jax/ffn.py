@@ -7,7 +7,7 @@ sample of dz and packs it.
                       sparse operand        dense operand    written
     z  = x W_up       W_up^T along d        x                z [tokens, h]
     y  = h W_down     W_down^T along h      h = act(z)       y [tokens, d]
-    dW_down           V(dy)^T along tokens  h                dW_down [h, d]
+    dW_down           V(dy)^T along tokens  h                dW_down [h, d]; exact it is dense, h^T dy
     dh = dy W_down^T  W_down along d        dy               dh [tokens, h]
     dW_up             V(dz)^T along tokens  x                dW_up [d, h]
     dx = dz W_up^T    W_up along h          dz = dh act'(z)  dx [tokens, d]
@@ -103,9 +103,9 @@ def ffn(
 def ffn_at(
   x: Array, weights: Mapping[str, Array], biases: Mapping[str, Array | None], state: Mapping[str, Any] | None, *,
   policy: DotPolicy, activation: Name, key: Array | None, precision: Any, hidden_sharding: jax.NamedSharding | None,
-  plan: BlockPlan | None = None,
+  down: DotPolicy | None = None, plan: BlockPlan | None = None,
 ) -> Array:  # fmt: skip
-  """`ffn` of weights and biases by role, by a plan that was made before, if there is one."""
+  """`ffn` of weights and biases by role, by a plan that was made before, if there is one; `down` as in `plan_block`."""
   act = activation_of(activation).function
   x, weights = jax.tree.map(jnp.asarray, (x, dict(weights)))
   biases = {role: biases.get(role) for role in ('up', 'down', 'gate')}
@@ -117,9 +117,10 @@ def ffn_at(
   hidden = _Hidden(x.shape[:-1], hidden_sharding)
   if plan is None:
     sides = {name: w.shape for name, w in weights.items()}
-    plan = plan_block(policy, math.prod(x.shape[:-1]), sides, x.dtype, (x, weights), asked=asked)
+    plan = plan_block(policy, math.prod(x.shape[:-1]), sides, x.dtype, (x, weights), down=down, asked=asked)
   if not plan.fused:
-    return _composed(plan, x, weights, biases, states, keys, policy, act, asked, hidden)
+    policies = dict.fromkeys(weights, policy) | {'down': down or policy}
+    return _composed(plan, x, weights, biases, states, keys, policies, act, asked, hidden)
   packed = {
     name: linear_layer.packed_weight(plan.layers[name], policy, w, states[name]) for name, w in weights.items()
   }
@@ -166,12 +167,13 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, asked, hidden) -> Array:
+def _composed(plan: BlockPlan, x, weights, biases, states, keys, policies, act, asked, hidden) -> Array:
   """The block from `dot`s, each by its part of the plan."""
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
     z = dot_at(
-      x, weights[name], states[name], policy=policy, key=key, column=column, asked=asked, plan=plan.layers[name]
+      x, weights[name], states[name], policy=policies[name], key=key, column=column, asked=asked,
+      plan=plan.layers[name],
     )
     return add_bias(z, biases[name])
 
@@ -254,7 +256,8 @@ def _fused_bwd(static, residuals, dy):
   backends = static.plan.up.backends  # the same in all of its layers, but for the forward
   sampling = dict(backend=backends.weight_grad, precision=precision)
   dense = dict(backend=backends.input_grad, dtype=dy.dtype)
-  dy_rounded, dw_down = linear_layer.kernel_weight_grad(dy, keys['down'], h, **sampling)
+  key = keys['down'] if static.plan.down.sampled else None
+  dy_rounded, dw_down = linear_layer.kernel_weight_grad(dy, key, h, **sampling)
   dh = static.hidden.constrained(precision.input_grad(packed['down'], dy_rounded, **dense))
   dz, dw_hidden = linear_layer.activation_and_weight_grad(
     dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling

@@ -135,18 +135,18 @@ class LayerPlan:
       self.matmul('input_grad', f'input_grad{of}'),
     )  # fmt: skip
 
-  def prepared(self, role: Role, of: str = '') -> tuple[Pass, ...]:
-    """The passes that one of the three waits for, in a layer by itself."""
+  def prepared(self, role: Role, of: str = '', *, make: str = 'dz') -> tuple[Pass, ...]:
+    """The passes that one of the three waits for, in a layer by itself, whose output gradient is called `make`."""
     x, dz = self.tokens * self.d_in, self.tokens * self.d_out
     if role == 'forward':
       return passes(f'x{of} rounded', self.precision.rounding(x, self.wide), x * self.precision.width(self.wide))
     if role == 'input_grad' or self.simulated:
       return ()
     if self.served('weight_grad') and not self.sampled:
-      return passes(f'dz{of} rounded', self.precision.rounding(dz, self.wide))
+      return passes(f'{make}{of} rounded', self.precision.rounding(dz, self.wide))
     if self.served('weight_grad'):
-      return (self.precision.sampling(f'dz{of}', dz, self.wide),)
-    return (Pass(f'dz{of} sampled by XLA', None),) if self.sampled else ()
+      return (self.precision.sampling(f'{make}{of}', dz, self.wide),)
+    return (Pass(f'{make}{of} sampled by XLA', None),) if self.sampled else ()
 
   def packing(self, stored: int) -> Pass:
     """The pass that packs the weight, of `stored` bytes an entry, once an optimizer step."""

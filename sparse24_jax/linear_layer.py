@@ -71,8 +71,11 @@ def kernel_weight_grad(
 ) -> tuple[Rounded, Array]:
   """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[tokens, out]` and the residual of x.
 
-  V(dz) is the sample that `mvue24` draws; without a key dz itself, in a precision that has scales.
+  V(dz) is the sample that `mvue24` draws; without a key dz itself.
   """
+  if key is None and not precision.scales and _partitioning.division(dz).sharding is None:
+    # XLA divides it by itself.
+    return Rounded(dz, None), matmul(x.residual.T, dz)
   # Whole groups of four tokens a device, and of columns, since neighbours share a call of the generator.
   made = ('k*4 m*4',) if precision.scales else ()
   rule = _rule(('k*4 m*4',), key, precision, (*made, 'n m*4'))
@@ -93,7 +96,7 @@ def kernel_weight_grad(
 def _kernel_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend, column, precision):
   if key is None:
     dz, dw = precision.exact_weight_grad(dz, x, scale, (factor, x_factor))
-    return dz, shard.sum(dw, 'k')
+    return *((dz,) if precision.scales else ()), shard.sum(dw, 'k')
   origin = (0, shard.offset('k'), column + shard.offset('m', 4))
   made = precision.sample(dz, key, scale, origin)
   dw = precision.weight_grad(made.operand, x, (factor, x_factor), backend=backend, dtype=dz.dtype)

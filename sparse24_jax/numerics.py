@@ -1,6 +1,6 @@
 """Checks of values, and FP8 in simulation: rounded to an 8-bit format and back, matmuls in float32."""
 
-from typing import Literal
+from typing import Any
 
 import jax
 from jax import Array
@@ -8,12 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 import jax.numpy as jnp
 
-Format = Literal['e4m3', 'e5m2']
-
 # In a traced program, of numbers that are rounded by arithmetic: no dtype tells them.
 ROUNDED_TO_FP8 = 'sparse24 fp8'
-
-_FORMATS = {'e4m3': jnp.float8_e4m3fn, 'e5m2': jnp.float8_e5m2}
 
 
 def check_no_nan(x: Array, name: str) -> None:
@@ -30,7 +26,7 @@ def check_finite(x: Array, name: str) -> None:
   checkify.debug_check(jnp.all(jnp.isfinite(x)), f'{name} holds a NaN or an infinity')
 
 
-def round_to_fp8(x: Array, fmt: Format) -> Array:
+def round_to_fp8(x: Array, to: Any) -> Array:
   """`x` as an FP8 tensor core would see it: scaled to the format's range by its largest magnitude, rounded, restored.
 
   Current per-tensor scaling with no margin; a zero tensor stays zero. The rounding of the *values* is that of real
@@ -38,7 +34,7 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
 
   Args:
     x: any shape and float dtype.
-    fmt: `'e4m3'` (largest 448) for the forward, `'e5m2'` (largest 57344) for gradients.
+    to: the format, float8_e4m3fn (largest 448) or float8_e5m2 (largest 57344).
 
   Returns:
     Shape and dtype of `x`.
@@ -46,11 +42,11 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
   Source: Hu et al., arXiv 2409.09099, section 5.2.
 
   >>> import jax.numpy as jnp
-  >>> round_to_fp8(jnp.array([448.0, 1.0, 0.3]), 'e4m3').tolist()
+  >>> round_to_fp8(jnp.array([448.0, 1.0, 0.3]), jnp.float8_e4m3fn).tolist()
   [448.0, 1.0, 0.3125]
   """
   largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-  limits = jnp.finfo(_FORMATS[fmt])
+  limits = jnp.finfo(to)
   scale = jnp.float32(limits.max) / jnp.where(largest > 0, largest, 1.0)
   # A subnormal maximum would make the scale infinite.
   scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)

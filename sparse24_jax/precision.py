@@ -19,7 +19,7 @@ from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack import costs as pack_costs
 from pallas_kernels.pack.reference import mask_codes, Packed
-from sparse24_jax.matmuls import multiply, Role
+from sparse24_jax.matmuls import matmul, multiply, Role
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
@@ -203,8 +203,8 @@ class Precision:
     return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
 
   def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
-    """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz, where values have scales."""
-    raise NotImplementedError('a precision without scales takes whole gradients by a plain matmul')
+    """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz."""
+    return dz, matmul(x.T, dz)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""

@@ -33,6 +33,8 @@ class Rule:
     policy: how their matmuls are done.
     activation: how the activations of the squared-ReLU block are made sparse to which they belong, or None. Only a
       layer that runs the whole block can follow it.
+    exact: regular expressions, likewise of whole paths, of those of its weights whose gradient is taken of all of the
+      output gradient where `policy` samples that; see `Recipe.with_exact_gradients`.
 
   >>> import sparse24_jax as s24
   >>> up, rest = s24.Rule('.*/c_fc/.*', s24.DotPolicy(s24.transposable())), s24.Rule('.*', s24.DotPolicy())
@@ -43,22 +45,20 @@ class Rule:
   path: str
   policy: DotPolicy
   activation: ActivationPolicy | None = None
+  exact: tuple[str, ...] = ()
 
   def __repr__(self) -> str:
     return repr_of(self)
 
   def __post_init__(self):
-    if not isinstance(self.path, str):
-      raise ValueError(f'rule path {self.path!r} must be a string, a regular expression')
+    if not isinstance(self.exact, tuple):
+      raise ValueError(f'exact of rule {self.path!r} must be a tuple of regular expressions, found {self.exact!r}')
+    for path in (self.path, *self.exact):
+      _check_pattern(path)
     if not isinstance(self.policy, DotPolicy):
       raise ValueError(f'policy of rule {self.path!r} must be a DotPolicy, found {self.policy!r}')
     if not isinstance(self.activation, ActivationPolicy | None):
       raise ValueError(f'activation of rule {self.path!r} must be an ActivationPolicy, found {self.activation!r}')
-    try:
-      re.compile(self.path)
-    except re.error as error:
-      raise ValueError(f'rule path {self.path!r} is not a regular expression: {error}') from error
-
 
   @property
   def is_plain(self) -> bool:
@@ -66,13 +66,30 @@ class Rule:
     policy = dataclasses.replace(self.policy, implementation=None)
     return self.activation is None and policy == DotPolicy()
 
+  def of(self, path: str) -> 'Rule':
+    """The rule of one of its weights, by which its matmuls run."""
+    if not self.exact:
+      return self
+    whole = any(re.fullmatch(pattern, path) for pattern in self.exact)
+    policy = dataclasses.replace(self.policy, weight_grad='dense') if whole else self.policy
+    return dataclasses.replace(self, policy=policy, exact=())
+
   def in_dense_phase(self) -> 'Rule':
     """The rule of the same weights in a dense phase, which lifts the sparsity and not the precision."""
     policy = self.policy
     # These name what runs sparse matmuls.
     named = None if policy.implementation in ('sparse', 'cusparselt') else policy.implementation
     dense = DotPolicy(precision=policy.precision, implementation=named)
-    return dataclasses.replace(self, policy=dense, activation=None)
+    return dataclasses.replace(self, policy=dense, activation=None, exact=())
+
+
+def _check_pattern(path: Any) -> None:
+  if not isinstance(path, str):
+    raise ValueError(f'rule path {path!r} must be a string, a regular expression')
+  try:
+    re.compile(path)
+  except re.error as error:
+    raise ValueError(f'rule path {path!r} is not a regular expression: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +254,7 @@ class Recipe:
           'precision': rule.policy.precision,
         }
         | ({'activation': rule.activation.describe()} if rule.activation else {})
+        | ({'exact': list(rule.exact)} if rule.exact else {})
         for rule in self.rules
       ],
       # A schedule is known by its values.
@@ -266,6 +284,28 @@ class Recipe:
     if not paths:
       return self
     return dataclasses.replace(self, rules=(*(Rule(path, DotPolicy()) for path in paths), *self.rules))
+
+  def with_exact_gradients(self, *paths: str) -> 'Recipe':
+    """The recipe with some weight gradients taken of all of the output gradient, where it samples that by MVUE.
+
+    The noise of a sample is largest where the output gradient is that of the residual stream, as for the last matmul of
+    a block, which stays fused. The optimizer state serves both recipes, so that a run may also take exact gradients
+    in its last steps alone.
+
+    Args:
+      *paths: regular expressions that match the whole path of the weights; none is all of them.
+
+    >>> import sparse24_jax as s24
+    >>> recipe = s24.recipes.s_ste('.*/mlp/.*').with_exact_gradients('.*/down/.*')
+    >>> [recipe.rules[0].of(path).policy.weight_grad for path in ('h_0/mlp/up/kernel', 'h_0/mlp/down/kernel')]
+    ['mvue', 'dense']
+    """
+    exact = tuple(paths) or ('.*',)
+    rules = (
+      dataclasses.replace(rule, exact=(*rule.exact, *exact)) if rule.policy.weight_grad == 'mvue' else rule
+      for rule in self.rules
+    )
+    return dataclasses.replace(self, rules=tuple(rules))
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Recipe':
     """The recipe with other rules, under which the weights at `paths` are dense."""

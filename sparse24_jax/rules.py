@@ -146,17 +146,30 @@ def is_weight(path: str, leaf: Any) -> bool:
 
 
 def rule_for(path: str, recipe: Recipe) -> Rule | None:
-  """The first rule whose pattern matches the whole path."""
+  """The first rule whose pattern matches the whole path, as it is for that weight."""
+  given = _given_rule(path, recipe)
+  return None if given is None else given.of(path)
+
+
+def _given_rule(path: str, recipe: Recipe) -> Rule | None:
   return next((rule for rule in recipe.rules if re.fullmatch(rule.path, path)), None)
 
 
 def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
-  """Like `match_rules`, but for weights of any shape and with the rules as they are given."""
+  """Like `match_rules`, but for weights of any shape and with policies of weights as they are stored."""
+  return {path: rule.of(path) for path, rule in _given_rules(params, recipe).items()}
+
+
+def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
+  """Path of each weight to the rule that decides for it, as the recipe has it.
+
+  ValueError for a rule, or a pattern of exact gradients, that decides for none.
+  """
   leaves = leaves_by_path(params)
   if not leaves:  # a tree of placeholders, as optax.tree_map_params makes
     return {}
   weights = [path for path, leaf in leaves if is_weight(path, leaf)]
-  matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
+  matched = {path: rule for path in weights if (rule := _given_rule(path, recipe)) is not None}
   for rule in recipe.rules:
     if rule not in matched.values():
       alone = [path for path, _ in leaves] == ['']
@@ -166,6 +179,13 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
         f'{_vectors(rule.path, leaves)}'
         f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
+      )
+  for pattern in dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.exact):
+    if not any(re.fullmatch(pattern, path) for path, rule in matched.items() if pattern in rule.exact):
+      raise ValueError(
+        f'with_exact_gradients({pattern!r}) of recipe {recipe.name!r} takes the gradient of no weight:'
+        f' those whose gradients it samples are {listed(path for path, rule in matched.items() if rule.exact)}'
+        f'{_meant_deeper(pattern, matched)}'
       )
   return matched
 
@@ -229,7 +249,7 @@ def _hint(text: str, rule: Rule, found: Collection[str], names: Collection[str])
 def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
   """`recipe` with some of the weights that it matches dense; a rule that decides for none any more, which would be
   refused, is left out."""
-  given = matched_rules(params, recipe)
+  given = _given_rules(params, recipe)
   left = [rule for rule in recipe.rules if any(found is rule for path, found in given.items() if path not in paths)]
   return recipe.without(paths, (Rule('|'.join(map(re.escape, paths)), DotPolicy()), *left)) if paths else recipe
 

@@ -1,7 +1,6 @@
 """What several devices compute, against one: samples, gradients and masks. A check beyond its limit raises."""
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import statistics
 from typing import Any
 
@@ -169,10 +168,7 @@ def _two_blocks(tiny: bool) -> tuple[Any, Any, Array]:
 
 def _recipe(implementation: str, *, sampled: bool = True) -> s24.Recipe:
   recipe = recipes.with_implementation(twins.recipe_of('transposable_srste'), implementation)
-  if sampled:
-    return recipe
-  rules = (dataclasses.replace(r, policy=dataclasses.replace(r.policy, weight_grad='dense')) for r in recipe.rules)
-  return dataclasses.replace(recipe, rules=tuple(rules))
+  return recipe if sampled else recipe.with_exact_gradients()
 
 
 def _gradients(model: Any, recipe: s24.Recipe) -> Callable[[Any, Array], Any]:

@@ -4,7 +4,7 @@ What follows a matmul entry by entry is put off (`binding.values`). When it reac
 asked which activation it is (`binding.activations`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from sparse24_jax.binding.activations import activations, Root, text_of
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.values import Block, Columns, Elementwise, Matmul, Part, Value
+from sparse24_jax.block_plan import may_end
 from sparse24_jax.recipe import Rule
 
 # One matmul gives both, the columns of the first in front.
@@ -167,11 +168,13 @@ def roots_of(values: Sequence[Value]) -> list[Matmul]:
 
 
 def why_apart(
-  maps: Mapping[str, tuple[Matmul, Reading]], block: Block, rules: Collection[Rule]
+  maps: Mapping[str, tuple[Matmul, Reading]], block: Block, rules: Mapping[str, Rule]
 ) -> str | None:
   """Why a block that was found cannot be one op, by how its matmuls read their weights and by their rules, or None."""
   found, readings = [m for m, _ in maps.values()], [reading for _, reading in maps.values()]
-  neurons, batches = {rule.activation for rule in rules}, {reading.batch for reading in readings}
+  neurons, batches = {rule.activation for rule in rules.values()}, {reading.batch for reading in readings}
+  policies = {role: rule.policy for role, rule in rules.items()}
+  down = policies.pop('down')
   if not all(_is_plain_map(role, *each) for role, each in maps.items()):
     return 'a matmul of it has several axes in or out'
   if tuple(block.order[: len(maps['down'][1].batch)]) != tuple(range(len(maps['down'][1].batch))):
@@ -186,7 +189,7 @@ def why_apart(
     return 'its experts have biases, or only some of its weights are stacked'
   if any(m.equation.params.get('out_sharding') is not None for m in found):
     return 'a matmul of it asks for a sharding of its result'
-  if len(neurons) > 1 or (neurons == {None} and len({rule.policy for rule in rules}) > 1):
+  if len(neurons) > 1 or (neurons == {None} and not all(may_end(down, policy) for policy in policies.values())):
     return 'its weights have different policies'
   if neurons == {None} and len({m.asked for m in found}) > 1:
     return 'its matmuls ask for different precisions or dtypes of the result'

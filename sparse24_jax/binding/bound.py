@@ -21,7 +21,7 @@ from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
 from sparse24_jax.projection import TransposableMasked
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules, rule_for
 
 # A backward pass reads each weight transposed.
 _OWN_GRADIENT = (
@@ -148,6 +148,11 @@ class Bound(Recipe):
     dense = super().with_dense(*paths)
     kept = (weight for weight in self.weights if not any(re.fullmatch(path, weight.path) for path in paths))
     return dataclasses.replace(self, rules=dense.rules, weights=tuple(kept))
+
+  def with_exact_gradients(self, *paths: str) -> 'Bound':
+    exact = super().with_exact_gradients(*paths)
+    weights = (dataclasses.replace(weight, rule=rule_for(weight.path, exact)) for weight in self.weights)
+    return dataclasses.replace(self, rules=exact.rules, weights=tuple(weights))
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Bound':
     weights = tuple(weight for weight in self.weights if weight.path not in paths)

@@ -75,7 +75,7 @@ class Notes:
       read_by = {role: (found, read(found)) for role, found in maps.items()}
     except UnreadableError:  # `matmul` says so
       return
-    reason = why_apart(read_by, block, [self.rules[found.view.path] for found in maps.values()])
+    reason = why_apart(read_by, block, {role: self.rules[found.view.path] for role, found in maps.items()})
     if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
       self._no_block(list(maps.values()), 'the matmul that reads its result begins another block')
     elif reason is not None:

@@ -270,11 +270,11 @@ class _Sparse:
   def block(self, block: Block) -> Array | None:
     maps, order = block.maps, block.order
     read_by = {role: self._reading(found) for role, found in maps.items()}
-    rules = [weight.rule for weight, _ in read_by.values()]
+    rules = {role: weight.rule for role, (weight, _) in read_by.items()}
     if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, block, rules) is not None:
       return None
-    policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
-    first = next(role for role in maps if role != 'down')
+    first, asked = next(role for role in maps if role != 'down'), {found.asked for found in maps.values()}
+    policy, down, neurons = rules[first].policy, rules['down'].policy, rules[first].activation
     batch, x = read_by[first][1].batch, rows(maps[first], read_by[first][1])
     biases, plan = {role: found.bias for role, found in maps.items()}, None
     weights = {role: weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
@@ -282,7 +282,7 @@ class _Sparse:
     if first in PAIRS:
       weights |= zip(first.split('_'), halves(weights.pop(first), len(batch) + 2), strict=True)
       tokens, sides = math.prod(x.shape[len(batch) : -1]), {role: w.shape[-2:] for role, w in weights.items()}
-      plan = plan_block(policy, tokens, sides, x.dtype, (x, weights), asked=next(iter(asked)))
+      plan = plan_block(policy, tokens, sides, x.dtype, (x, weights), down=down, asked=next(iter(asked)))
       if not plan.fused:
         return None  # one matmul is faster than two
       states |= zip(first.split('_'), halves(states.pop(first), len(batch) + 2), strict=True)
@@ -290,7 +290,7 @@ class _Sparse:
     paths = ', '.join(weight.path for weight, _ in read_by.values())
     if neurons is None:
       run = functools.partial(
-        ffn_at, policy=policy, activation=block.activation, precision=asked.pop().precision,
+        ffn_at, policy=policy, down=down, activation=block.activation, precision=asked.pop().precision,
         hidden_sharding=block.sharding, plan=plan,
       )  # fmt: skip
     else:

@@ -6,6 +6,7 @@ Of their sizes and layouts, too; and their bytes are those that are packed and k
 import contextlib
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -18,10 +19,11 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 import sparse24_jax as s24
-from sparse24_jax import _activation_kernels, linear_layer
+from sparse24_jax import _activation_kernels, linear_layer, precision
 from sparse24_jax.availability import target
 from sparse24_jax.block_gain import explain
 from sparse24_jax.block_plan import plan_block
+from sparse24_jax.ffn import ffn_at
 from sparse24_jax.neuron_plan import plan_neurons
 from sparse24_jax.packing import E4M3
 from sparse24_jax.plan import plan_layer
@@ -79,6 +81,7 @@ def plain(a, b, *_, **__):
 
 MATMULS = {
   (sparse_matmul, 'sparse_matmul'): kernel, (quantize, 'fp8_dot'): dense, (linear_layer, 'matmul'): plain,
+  (precision, 'matmul'): plain,
 }  # fmt: skip
 
 
@@ -144,15 +147,18 @@ def sides(gated):
 
 class StepsTest(parameterized.TestCase):
 
-  def _traced(self, policy, gated):
+  def _traced(self, policy, gated, down=None):
     """What `ffn` runs, forward and backward; what is packed; what is kept between the two."""
     weights = {role: jax.ShapeDtypeStruct(side, jnp.bfloat16) for role, side in sides(gated).items()}
     state = {role: jax.eval_shape(policy.projection.init, w) for role, w in weights.items()}
     x = jax.ShapeDtypeStruct((TOKENS, D), jnp.bfloat16)
 
     def step(x, weights, state, packed):
-      f = functools.partial(s24.ffn, policy=policy, activation='silu' if gated else 'gelu', key=jax.random.key(0))
-      y, vjp = jax.vjp(lambda x, w: f(x, w['up'], w['down'], packed, w_gate=w.get('gate')), x, weights)
+      f = functools.partial(
+        ffn_at, policy=policy, down=down, activation='silu' if gated else 'gelu', key=jax.random.key(0), precision=None,
+        hidden_sharding=None,
+      )  # fmt: skip
+      y, vjp = jax.vjp(lambda x, w: f(x, w, {}, packed), x, weights)
       return vjp(y), jax.tree.leaves(vjp)
 
     packed = {
@@ -164,11 +170,14 @@ class StepsTest(parameterized.TestCase):
       _, kept = jax.eval_shape(step, x, weights, state, packed)
     return ran, packed, kept
 
-  @parameterized.product(policy=(FST, FP8, FST_FP8), gated=(False, True))
-  def test_are_what_runs(self, policy, gated):
-    plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)
+  @parameterized.parameters(
+    *itertools.product((FST, FP8, FST_FP8), (False, True), ('mvue',)), (FST, False, 'dense'), (FP8, True, 'dense'),
+  )
+  def test_are_what_runs(self, policy, gated, last):
+    down = dataclasses.replace(policy, weight_grad=last)
+    plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16, down=down)
     self.assertTrue(plan.fused)
-    ran, packed, kept = self._traced(policy, gated)
+    ran, packed, kept = self._traced(policy, gated, down)
     self.assertEqual(ran, planned(plan.steps, plan.precision.pass_backends))
     operands = [dataclasses.replace(each, state=None) for each in packed.values()]
     self.assertEqual(size_of(jax.tree.leaves(operands)), plan.packed_bytes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import re
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 from pallas_kernels.two_of_four.philox import two_keys
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
+from sparse24_jax.ffn import _fused, ffn_at
 from tests import oracles
 from tests.oracles import activation_and_slope, assert_close
 
@@ -118,6 +120,29 @@ class FormulaTest(parameterized.TestCase):
     self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, (x, weights, biases)))
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(dtype)})
     assert_close(found, written_formulas(policy, activation, x, weights, biases, states, dy, KEY), tolerance)
+
+  @parameterized.parameters(('kernels', True), ('kernels', False), ('reference', False))
+  def test_the_gradient_of_the_last_weight_alone_is_exact(self, policy, gated):
+    activation, policy = 'silu' if gated else 'gelu', POLICIES[policy]
+    dtype, tolerance = (BF16, 8e-3) if policy.implementation == 'dense' else (F32, 1e-4)
+    x, weights, biases, states, dy = problem(gated=gated, biased=True, dtype=dtype)
+    down = dataclasses.replace(policy, weight_grad='dense')
+
+    def run(x, weights, biases):
+      return ffn_at(
+        x, weights, biases, states, policy=policy, down=down, activation=activation, key=KEY, precision=None,
+        hidden_sharding=None,
+      )  # fmt: skip
+
+    with mock.patch.object(importlib.import_module('sparse24_jax.ffn'), '_fused', wraps=_fused) as fused:
+      y, vjp = jax.vjp(run, x, weights, biases)
+    self.assertEqual(fused.called, policy.implementation == 'dense')
+    given = policy, activation, x, weights, biases, states, dy
+    y, dx, dw, db = (y, *vjp(dy))
+    sampled, exact = (written_formulas(p, *given[1:], KEY) for p in (policy, down))
+    expected = {role: (exact if role == 'down' else sampled)[2][role] for role in weights}
+    assert_close((y, dx, dw, db), (*sampled[:2], expected, sampled[3]), tolerance)
+    self.assertFalse(np.allclose(oracles.wide(dw['down']), sampled[2]['down'], atol=0.1))
 
   @parameterized.parameters(('relu', True), ('gelu_exact', False))
   def test_dense(self, activation, gated):

@@ -220,10 +220,10 @@ class TrainingStepTest(parameterized.TestCase):
       hlo = compiled(step, {'w': w}, jax.eval_shape(tx.init, {'w': w}), {'w': w})
     self.assertEmpty(moves(computations(hlo)['ENTRY']))
 
-  @parameterized.parameters('e4m3', 'e5m2')
-  def test_the_simulation_of_fp8_rounds(self, fmt):
+  @parameterized.parameters('float8_e4m3fn', 'float8_e5m2')
+  def test_the_simulation_of_fp8_rounds(self, to):
     """XLA drops a cast to fewer bits and back on GPUs."""
-    hlo = compiled(functools.partial(numerics.round_to_fp8, fmt=fmt), struct(TOKENS, D))
+    hlo = compiled(functools.partial(numerics.round_to_fp8, to=to), struct(TOKENS, D))
     self.assertIn('round-nearest-even', hlo)
 
   def test_an_input_of_three_projections_is_rounded_once(self):
