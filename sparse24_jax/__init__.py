@@ -20,6 +20,7 @@ from sparse24_jax.neurons import cluster_neurons
 from sparse24_jax.only_where_it_pays import only_where_it_pays
 from sparse24_jax.optim import (
   add_masked_decay,
+  carry_over,
   FlipRate,
   get_flip_rate,
   mvue_gradients,
@@ -78,6 +79,7 @@ __all__ = [
   'attention_at',
   'bind',
   'block_gain',
+  'carry_over',
   'check',
   'check_step',
   'cluster_neurons',

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 # What to make for weights that a state does not serve.
 NEW_STATE = (
-  'a state of the weights as they are, new = tx.init(params). To keep the moments, give its state of sparse_training'
-  ' those of the old one, new._replace(inner_state=old.inner_state); in optax.chain(clip, sparse_training(...)) these'
-  ' are new[1] and old[1]'
+  'a state of the weights as they are, carry_over(tx.init(params), opt_state), which keeps the moments, the count of'
+  ' steps and the masks and scales that still fit'
 )
 
 

@@ -169,10 +169,10 @@ def sparse_variables(
     raise ValueError('params is an nnx module: give its parameters, nnx.state(model, nnx.Param)')
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase == 'sparse' else None)
   note_read(opt_state, phase)
+  if opt_state is not None:
+    warn_of_other_weights(params, opt_state)
   if phase == 'dense':
     sparse = {}
-  elif opt_state is not None:
-    warn_of_other_weights(params, opt_state)
   states, policies = weight_states(recipe, sparse, pack), numbers_of(policy for policy, _, _ in sparse.values())
   if isinstance(params, nnx.State):
     if phase == 'dense':

@@ -14,6 +14,7 @@ from sparse24_jax.optim._training_state import (
   wait_until_known,
   warn_of_other_weights,
 )
+from sparse24_jax.optim.carry_over import carry_over
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
 from sparse24_jax.optim.regroup_neurons import regroup_neurons
@@ -28,6 +29,7 @@ __all__ = [
   'StepAdamState',
   'Tried',
   'add_masked_decay',
+  'carry_over',
   'get_flip_rate',
   'holds_state',
   'mvue_gradients',

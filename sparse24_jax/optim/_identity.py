@@ -59,21 +59,14 @@ def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: Pha
     paths: of the weights of which the state holds masks.
     phase: in which its masks are to be read, None if that does not matter.
   """
-  own, before = _written(recipe.layouts, paths), _before(recipe, phase)
-  if identity.made_by.shape[-1:] != (own.size,):
-    known = math.prod(identity.made_by.shape[-1:]) // _WIDTH
-    raise ValueError(
-      f'the optimizer state says by what the states of {known} weights were made, and holds those of {len(paths)}: a'
-      ' part of it was taken from another state. Make it by tx.init(params)'
-    )
-  if not all(map(is_known, identity)):
-    fine = jnp.all(identity.made_by == own.ravel())
-    return fine if phase is None else fine & jnp.any(identity.phase[..., None] == np.array(before))
-  made_by, phases = np.asarray(identity.made_by).reshape(-1, *own.shape), np.asarray(identity.phase)
-  for path, found, wanted in zip(sorted(paths), made_by.swapaxes(0, 1), own, strict=False):
-    if (other := (found != wanted).any(-1)).any():
-      raise ValueError(other_projection(path, _read(found[other.argmax()]), _read(wanted)))
-  if phase is not None and (wrong := phases[~np.isin(phases, before)]).size:
+  fine = require_made_by(identity, recipe.layouts, paths)
+  if phase is None:
+    return fine
+  before = _before(recipe, phase)
+  if not is_known(identity.phase):
+    return fine & jnp.any(identity.phase[..., None] == np.array(before))
+  phases = np.asarray(identity.phase)
+  if (wrong := phases[~np.isin(phases, before)]).size:
     if (found := _phase(wrong.flat[0])) is None:
       raise ValueError(
         f'the last step of this optimizer state was one of phase number {wrong.flat[0]}, and there are {len(PHASES)}:'
@@ -83,9 +76,32 @@ def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: Pha
       f'the last step of this optimizer state was one of phase {found!r}, after which recipe {recipe.name!r} has none'
       f' of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step, see'
       f' phase_at. For a dense start give the recipe a first dense phase, dataclasses.replace(recipe, phases=(Phase('
-      "'dense', 0.1), ...)). To prune all the same what was finished dense say so,"
-      f' project(..., phase={phase!r})'
+      "'dense', 0.1), ...)), to go on after a dense end further phases. To prune all the same what was finished dense"
+      f' say so, project(..., phase={phase!r})'
     )
+  return fine
+
+
+def require_made_by(identity: Identity, layouts: Layouts, paths: Sequence[str]) -> bool | Array:
+  """Whether the states of the weights at `paths` are those that `layouts` tell of, ValueError as above."""
+  own = _written(layouts, paths)
+  if identity.made_by.shape[-1:] != (own.size,):
+    known = math.prod(identity.made_by.shape[-1:]) // _WIDTH
+    raise ValueError(
+      f'the optimizer state says by what the states of {known} weights were made, and holds those of {len(paths)}: a'
+      ' part of it was taken from another state. Make it by tx.init(params)'
+    )
+  if not is_known(identity.made_by):
+    return jnp.all(identity.made_by == own.ravel())
+  made_by = np.asarray(identity.made_by).reshape(-1, *own.shape)
+  if made_by.dtype != np.uint8:
+    raise ValueError(
+      f'the optimizer state says in {made_by.dtype} by what its masks were made, which is text in uint8: it was cast or'
+      ' averaged. Average parameters alone, and take the state of the last step'
+    )
+  for path, found, wanted in zip(sorted(paths), made_by.swapaxes(0, 1), own, strict=False):
+    if (other := (found != wanted).any(-1)).any():
+      raise ValueError(other_projection(path, _read(found[other.argmax()]), _read(wanted)))
   return True
 
 

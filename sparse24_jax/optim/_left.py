@@ -166,6 +166,12 @@ def without_masks(left: Left, due: Array) -> Left:
   return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
 
 
+def still_refused(new: Left, old: Left) -> Left:
+  """What a new state holds in the place of an old one: refused, if that was."""
+  worst = jnp.max(old.missed, axis=-1, keepdims=True)
+  return new._replace(missed=jnp.where(worst > _MOST_MISSED, worst, new.missed))
+
+
 def serves(left: Left) -> bool | Array:
   """Whether the masks of a state may be read, where `check_left` does not know."""
   return True if is_known(left.missed) else jnp.all(left.missed <= _MOST_MISSED)
@@ -194,7 +200,8 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   if steps.max() >= _OTHERS:
     raise ValueError(
       f'{path}: update was given other weights than the update, or the init, before had left. Masks, scales and moments'
-      ' are of those: restore parameters and optimizer state of one step. For weights that are loaded or set make'
+      ' are of those: restore parameters and optimizer state of one step. For weights of another run make a state of'
+      ' them, tx.init(params). For ones that are set on purpose, averaged or clipped, make, before the update,'
       f' {NEW_STATE}. {_PUT_IT_INSIDE}'
     )
   if steps.max() > _MOST_MISSED:
@@ -205,7 +212,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   raise ValueError(
     f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'
     f' are chosen from those that sparse_training leaves: they belong to weights that are not trained. {_PUT_IT_INSIDE}'
-    f'. Then go on with the weights as they are, and {NEW_STATE}'
+    f'. Then go on with {NEW_STATE}'
   )
 
 

@@ -214,7 +214,7 @@ def require_same_weights(recipe: Recipe, wanted: Collection[str], opt_state: Any
   elif absent:
     hint = (
       'it was made with another recipe, or for another part of the variables, as by optax.masked or multi_transform'
-      ' around sparse_training, which go inside'
+      f' around sparse_training, which go inside. To make more weights sparse from here on, make {NEW_STATE}'
     )
   else:
     hint = (

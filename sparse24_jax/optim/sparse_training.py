@@ -83,7 +83,7 @@ def sparse_training(
   `optax.multi_transform` or `masked` with `optax.set_to_zero`; elsewhere that alone freezes a sparse one. Frozen around
   this wrapper a sparse weight is an error, as above.
 
-  To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
+  To go on from a dense run with its moments, or with other weights or another recipe than so far: `carry_over`.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
   derivative unless `refresh_every` is 1. The host waits for the GPU before that loop, in every step. A host that counts

@@ -37,7 +37,7 @@ class AnotherRecipeTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, "w: its state was made by projection 'transposable exact', .*'magnitude"):
         call()
     # What the message says to do.
-    going_on = other.init(params)._replace(inner_state=state.inner_state)
+    going_on = s24.carry_over(other.init(params), state)
     other.update(params, going_on, params)
     project(params, going_on, STE)
 

@@ -161,6 +161,7 @@ class StatesTest(parameterized.TestCase):
       s24.sparse_variables(params, state, STE)
       jax.jit(lambda params: s24.sparse_variables(params, state, STE))(loaded)
       s24.sparse_variables(loaded, None, STE)
+    with self.assertLogs('sparse24_jax', 'WARNING'):  # where no mask is read, moments are of other weights all the same
       s24.sparse_variables(loaded, state, STE, phase='dense')
     with self.assertLogs('sparse24_jax', 'WARNING') as logged:
       for _ in range(2):

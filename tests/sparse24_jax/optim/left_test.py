@@ -89,7 +89,7 @@ class LeftTest(parameterized.TestCase):
       lambda: s24.sparse_variables(params, state, STE),
     ):  # fmt: skip
       with self.assertRaisesRegex(
-        ValueError, r'mlp/\w+: (?=.*new = tx.init).*given other weights than the update.*put it inside'
+        ValueError, r'mlp/\w+: (?=.*carry_over\(tx.init).*given other weights than the update.*put it inside'
       ):
         ask()
 
