@@ -288,9 +288,10 @@ class Recipe:
   def with_exact_gradients(self, *paths: str) -> 'Recipe':
     """The recipe with some weight gradients taken of all of the output gradient, where it samples that by MVUE.
 
-    The noise of a sample is largest where the output gradient is that of the residual stream, as for the last matmul of
-    a block, which stays fused. The optimizer state serves both recipes, so that a run may also take exact gradients
-    in its last steps alone.
+    A sample is noisiest where neighbours are of one size, as in gradients of the residual stream, which the last matmul
+    of a block has; those of its hidden layer are spread by the activation. A block stays fused where the last gradient
+    is exact and the others are not. The optimizer state serves both recipes, so that a run may also take exact
+    gradients in its last steps alone.
 
     Args:
       *paths: regular expressions that match the whole path of the weights; none is all of them.

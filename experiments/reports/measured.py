@@ -113,6 +113,25 @@ def profile() -> str:
   return table(('ms a step', *(r['label'] for r in own)), rows)
 
 
+def compile_time() -> str:
+  """Seconds of three processes, one after another, until the steps of a run are compiled on a GPU's machine."""
+  records = {r['recipe']: r for r in provenance.read('compile_time.jsonl')}
+  rows, dense = [], records['dense']['next']
+  for name, r in records.items():
+    found = r['next']
+    parts = ', '.join(f'{found[part]:.1f}' for part in ('trace_s', 'lower_s', 'compile_s'))
+    over = '' if name == 'dense' else f'{found["total_s"] / found["programs"] / dense["total_s"]:.2f}'
+    rows.append([
+      CONTENDERS[name].label, str(found['programs']), f'{r["first"]["total_s"]:.1f}',
+      f'{found["total_s"]:.1f}: {parts}', over, f'{r["again"]["total_s"]:.1f}',
+    ])  # fmt: skip
+  head = (
+    'method', 'programs', 'first process, s', 'next process: traced, lowered, compiled, s',
+    'a program of it over dense', 'third process, s',
+  )  # fmt: skip
+  return table(head, rows)
+
+
 def compile_seconds() -> str:
   """CPU seconds of compiling a step, in a first process and in the next."""
   records = provenance.read('compile_seconds.jsonl')

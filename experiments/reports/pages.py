@@ -190,6 +190,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
     'best steps': lambda: best_steps.markdown(best_steps.load()),
     'profile': measured.profile,
+    'compile time': measured.compile_time,
     'compile seconds': measured.compile_seconds,
     'speed': lambda: speed.markdown(_speed()),
     'steps of wide layers': measured.clocks,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from experiments.runs.recipes import FFN, LINEAR
+from experiments.runs.recipes import FFN, FFN_DOWN, LINEAR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,7 @@ METHODS: Mapping[str, Method] = {
     'SR-STE, published decay', 'sr_ste', {'path': FFN, 'masked_decay': 2e-4, 'decay_on': 'weights'}
   ),
   'ste': Method('plain STE', 'ste', {'path': FFN}),
+  'ste_all': Method('plain STE, all linear layers', 'ste', {'path': LINEAR}),
   'half_ffn': Method(
     'dense, FFN half as wide',
     'dense',
@@ -94,6 +95,7 @@ METHODS: Mapping[str, Method] = {
   ),
   # What sampling the weight gradients costs.
   's_ste_unsampled': Method('S-STE, exact weight gradients', 's_ste', {'path': FFN, 'weight_grad': 'dense'}),
+  's_ste_exact_down': Method('S-STE, exact weight gradients of down', 's_ste', {'path': FFN, 'exact': FFN_DOWN}),
   'fst_unsampled': Method(
     'FST, exact weight gradients', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'weight_grad': 'dense'}
   ),

@@ -44,12 +44,13 @@ def recipe_of(name: str, given: Mapping[str, Any], steps: int, seed: int = 0) ->
 
   `watch`, a projection, is given by its name; `path` is `FFN` unless given, for recipes that need one, and so are `up`
   and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run; `attention` is what `attention_of`
-  takes, `policy` what `policy_of` takes.
+  takes, `policy` what `policy_of` takes, `exact` what `Recipe.with_exact_gradients` takes.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
   """
   kwargs = dict(given)
+  exact = kwargs.pop('exact', None)
   if name not in s24.recipes.__all__:
     raise ValueError(f'recipe.name is {name!r}; known: {", ".join(s24.recipes.__all__)}')
   if kwargs.get('watch') is not None:
@@ -73,9 +74,10 @@ def recipe_of(name: str, given: Mapping[str, Any], steps: int, seed: int = 0) ->
     signature.bind(**kwargs)
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
-  recipe = make(**kwargs)
+  recipe = make(**kwargs) if exact is None else make(**kwargs).with_exact_gradients(exact)
   for rule in recipe.rules:
-    patterns.require_fast('recipe.kwargs: the path', rule.path)
+    for path in (rule.path, *rule.exact):
+      patterns.require_fast('recipe.kwargs: the path', path)
   return recipe
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.runs.method_table import METHODS
 from experiments.runs.models import gpt2
-from experiments.runs.recipes import FFN, LINEAR, recipe_of, with_implementation
+from experiments.runs.recipes import FFN, FFN_DOWN, LINEAR, recipe_of, with_implementation
 import sparse24_jax as s24
 
 # Steps of a run whose length does not matter.
@@ -148,7 +148,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _HALF, _QUARTER, _EIGHTH = ({'ffn_width': width} for width in (0.5, 0.25, 0.125))
-_EXACT = {'weight_grad': 'dense'}
+_EXACT, _EXACT_DOWN = {'weight_grad': 'dense'}, {'exact': FFN_DOWN}
 CONTENDERS: Mapping[str, Contender] = {
   'dense': of('dense'),
   'half_ffn': of('half_ffn'),
@@ -173,6 +173,9 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_unsampled': of('fst_unsampled'),
   'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
+  # And what the largest part of it costs.
+  's_ste_fp8_all_exact_down': of('s_ste_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
+  'fst_fp8_all_exact_down': of('fst_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   # What FST's masks cost: transposable ones, those of rows, and the soft threshold of rows, each sparse to the end.
   'fst_to_the_end_unsampled': of('fst_to_the_end', 'exact weight gradients', kwargs=_EXACT),
   'row_masks': Contender(
@@ -187,6 +190,9 @@ CONTENDERS: Mapping[str, Contender] = {
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all_unsampled': of(
     's_ste_fp8_all', 'exact weight gradients', 'FFN half as wide', kwargs=_EXACT, model=_HALF
+  ),
+  'half_ffn_s_ste_fp8_all_exact_down': of(
+    's_ste_fp8_all', 'exact weight gradients of down', 'FFN half as wide', kwargs=_EXACT_DOWN, model=_HALF
   ),
   'quarter_ffn_fp8': of('dense', 'FFN a quarter as wide', 'in FP8', model=_QUARTER, fp8=LINEAR),
   'quarter_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN a quarter as wide', model=_QUARTER),

@@ -6,8 +6,11 @@ import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import jax
 
 from experiments.runs import environment, experiment, recipes
+from experiments.runs.race import contenders
+from sparse24_jax.rules import match_rules
 from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import FFN, ROOT, run, tiny
 
@@ -60,6 +63,14 @@ class SettingsTest(parameterized.TestCase):
   @parameterized.parameters('ste', 'step', 's_ste')
   def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
     self.assertEqual(recipes.make_recipe(tiny(name)), recipes.make_recipe(tiny(name, {'path': FFN})))
+
+  def test_some_gradients_are_exact(self):
+    layer = {'mlp': {name: {'kernel': jax.ShapeDtypeStruct((8, 8), 'float32')} for name in ('c_fc', 'c_proj')}}
+    recipe = recipes.make_recipe(tiny('s_ste', {'exact': recipes.FFN_DOWN}))
+    kinds = [rule.policy.weight_grad for rule in match_rules({'h_0': layer}, recipe).values()]
+    self.assertEqual(kinds, ['mvue', 'dense'])
+    (rule,) = contenders.make_contender('s_ste_fp8_all_exact_down').make(0.0, 10).rules
+    self.assertEqual((rule.exact, rule.policy.weight_grad), ((recipes.FFN_DOWN,), 'mvue'))
 
   def test_dense_watches_nothing_unless_told(self):
     self.assertEqual(recipes.make_recipe(tiny()).rules, ())
