@@ -19,7 +19,7 @@ TUNED = pathlib.Path(__file__).parent / 'tuned'
 # As many multiprocessors, other memory: matmuls take as long, passes over memory less.
 _SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
 # As many bytes, the same instructions: until one is measured itself, its problems take the other's records.
-_SAME_WORK = {'float16': 'bfloat16'}
+_SAME_WORK = {'float16': 'bfloat16', 'float8_e4m3fn': 'float8_e5m2'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Choice:
   Attributes:
     implementation: the fastest verified back end, or 'dense'.
     config: its settings.
-    key: the measured problem; of float16 it may be one of bfloat16.
+    key: the measured problem; of float16 it may be one of bfloat16, of e4m3 one of e5m2.
     distance: how far that is from the problem asked for, the largest |log2| of a ratio of sizes.
   """
 
@@ -105,7 +105,8 @@ def lookup(
       problem itself is.
     op: name of the op.
     key: integers (sizes) may differ from a measured problem's; everything else must be equal, but that float16 takes
-      what was measured in bfloat16 where nothing near was in float16, inputs and outputs alike; a log line says so.
+      what was measured in bfloat16 where nothing near was in float16, inputs and outputs alike, and e4m3, as for a
+      gradient, what was in e5m2; a log line says so.
     implementation: the best settings of this back end, whether or not it won; None takes the winner.
     reach: the largest |log2| of a ratio of sizes that still counts as near: 1 is a factor of two.
     folder: of the records.
@@ -122,7 +123,8 @@ def lookup(
     found = [choice for each in records if (choice := _nearest(each, asked, implementation, reach))]
     if found:
       if asked is not key:
-        log_once(f'{op}: on {device} nothing near some problems was measured in float16; records of bfloat16 serve')
+        other = f'measured in {key["dtype"]}; records of {alike["dtype"]} serve'
+        log_once(f'{op}: on {device} nothing near some problems was {other}')
       return next((choice for choice in found if choice.distance == 0), found[0])
   return None
 

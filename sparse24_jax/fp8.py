@@ -11,10 +11,10 @@ Under a transposable mask no matmul reads W~ dense: z is sparse whatever was mea
 
 Without a projection W~ is the weight, and all three are dense.
 
-Scales are per tensor and current, those of weights powers of two. FP8 matmuls read both operands with the contracted
-axis contiguous, so a tensor that is contracted along either axis is written both ways, by the one pass that also rounds
-it: x and its transpose; W~ packed and dense, or packed twice; dz dense and its sample packed. The backward keeps x^T
-alone, at a byte an entry.
+`precision='fp8_e4m3'` has e4m3 in the place of e5m2. Scales are per tensor and current, those of weights powers of two.
+FP8 matmuls read both operands with the contracted axis contiguous, so a tensor that is contracted along either axis is
+written both ways, by the one pass that also rounds it: x and its transpose; W~ packed and dense, or packed twice; dz
+dense and its sample packed. The backward keeps x^T alone, at a byte an entry.
 """
 
 import dataclasses
@@ -44,23 +44,33 @@ from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Form, SoftThreshold, TransposableMasked
 from sparse24_jax.steps import Moves, Pass
 
-# Of output gradients. e4m3 rounds less, and has 18 binades for their range in place of 32.
-GRADIENTS = jnp.dtype('float8_e5m2')
+E5M2 = jnp.dtype('float8_e5m2')
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(Precision):
-  """FP8; kernels have no batching rule, so that under vmap all of it runs one after the other."""
+  """FP8; kernels have no batching rule, so that under vmap all of it runs one after the other.
+
+  Attributes:
+    gradients: format of output gradients.
+  """
+
+  gradients: Any = E5M2
 
   scales = True
   lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'
   dense, dense_wide = 'dense_fp8', 'dense_bf16'
   residual_layout, residual_axes = 'nk', 'n k*4'
-  dtype, sample_dtype = E4M3, GRADIENTS
+  dtype = E4M3
+
+  @property
+  def sample_dtype(self) -> Any:
+    """What a sample of a gradient is packed in."""
+    return self.gradients
 
   @property
   def without_kernels(self) -> Precision:
-    return SIMULATED
+    return Simulated(gradients=self.gradients)
 
   def unfit(self, policy: DotPolicy) -> str | None:
     if policy.projection is None or policy.projection.form == SoftThreshold(-2):
@@ -145,7 +155,7 @@ class Fp8(Precision):
     return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.factor)
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
-    return quantize.current_scale(quantize.amax(dz), GRADIENTS)
+    return quantize.current_scale(quantize.amax(dz), self.gradients)
 
   def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
     steepest = None if gated else ACTIVATIONS[activation].steepest
@@ -157,7 +167,7 @@ class Fp8(Precision):
     else:
       # A bound of dz that needs dh alone.
       largest = steepest * quantize.amax(dh)
-    return quantize.current_scale(largest, GRADIENTS)
+    return quantize.current_scale(largest, self.gradients)
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
     passes = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
@@ -177,24 +187,32 @@ class Fp8(Precision):
   def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
     factor, x_factor = factors
     rounded, transposed = quantize.quantize(
-      dz, scale, dtype=GRADIENTS, transpose='both', implementation=self.pass_backends
+      dz, scale, dtype=self.gradients, transpose='both', implementation=self.pass_backends
     )
     return rounded, _dense_matmul(x, x_factor, transposed, factor, dz.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated(Precision):
-  """FP8 where no kernel has it: plain matmuls of operands that were rounded and scaled back."""
+  """FP8 where no kernel has it: plain matmuls of operands that were rounded and scaled back.
+
+  Attributes:
+    gradients: as in `Fp8`.
+  """
+
+  gradients: Any = E5M2
 
   simulates = True
 
   def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     # Activations or gradients stand before weights, and activations before gradients.
-    of_a, of_b = {'input_grad': (GRADIENTS, E4M3), 'weight_grad': (E4M3, GRADIENTS)}.get(role, (E4M3, E4M3))
+    of_a = self.gradients if role == 'input_grad' else E4M3
+    of_b = self.gradients if role == 'weight_grad' else E4M3
     return round_to_fp8(a, of_a), round_to_fp8(b, of_b)
 
 
-FP8, SIMULATED = Fp8(), Simulated()
+FP8, FP8_E4M3 = Fp8(), Fp8(gradients=E4M3)
+SIMULATED = FP8.without_kernels
 
 
 def _under_power_of_two(amax: Array) -> Array:

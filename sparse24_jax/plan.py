@@ -13,7 +13,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
-from sparse24_jax.fp8 import FP8
+from sparse24_jax.fp8 import FP8, FP8_E4M3
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import DotPolicy
@@ -23,7 +23,7 @@ from sparse24_jax.projection import Form, Masked, SoftThreshold
 NO_PACKER = 'no kernel packs these masks; recipes with kernels are transposable_srste and s_ste'
 
 # What policies name.
-PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
+PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8, 'fp8_e4m3': FP8_E4M3}
 
 
 def plan_layer(

@@ -8,7 +8,19 @@ from pallas_kernels._choices import check_choices
 from sparse24_jax.projection import Projection
 
 # Those of `plan.PRECISIONS`.
-PrecisionName = Literal['default', 'fp8']
+PrecisionName = Literal['default', 'fp8', 'fp8_e4m3']
+
+
+def fp8_precision(fp8: bool | Literal['e4m3']) -> PrecisionName:
+  """The precision that recipes have by their argument `fp8`.
+
+  >>> fp8_precision(False), fp8_precision(True), fp8_precision('e4m3')
+  ('default', 'fp8', 'fp8_e4m3')
+  """
+  names: dict[Any, PrecisionName] = {False: 'default', True: 'fp8', 'e4m3': 'fp8_e4m3'}
+  if fp8 not in names:
+    raise ValueError(f"fp8={fp8!r} must be False, True or 'e4m3', the format of output gradients")
+  return names[fp8]
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:
@@ -38,6 +50,7 @@ class DotPolicy:
       `'dense'` leaves it as it is.
     precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds weights and activations to e4m3 and
       output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere. In a dense phase too.
+      `'fp8_e4m3'` rounds these to e4m3 as well, which has half of the rounding errors, and 18 binades in place of 32.
     implementation: what runs the sparse matmuls. None chooses by the records of the GPU: a kernel where it measured
       faster. Without records, and in FP8 elsewhere than on Hopper, it is plain `jax.numpy`, as `'reference'` is
       everywhere. `'sparse'`, our kernels, and `'cusparselt'` run all of them or raise; `'dense'` packs, decompresses

@@ -47,7 +47,7 @@ class Case:
   @property
   def fp8(self) -> bool:
     """Whether its matmuls are in FP8."""
-    return self.policy(None).precision == 'fp8'
+    return self.policy(None).precision != 'default'
 
   @property
   def fields(self) -> dict[str, str]:

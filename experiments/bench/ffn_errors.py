@@ -54,7 +54,7 @@ def gradient_errors(
   args = (weights, x, dy)
   draws = [run(policy, args, jax.random.key(100 + i)) for i in range(8)]
   # The FP8 kernels know no weight gradient without MVUE; the simulation rounds alike.
-  target = run(dataclasses.replace(plain if policy.precision == 'fp8' else policy, **without), args)
+  target = run(dataclasses.replace(plain if policy.precision != 'default' else policy, **without), args)
   ratio = {}
   for name in (f'd{name}' for name in weights):
     mean = sum(draw[name].astype(jnp.float32) for draw in draws) / len(draws)

@@ -261,7 +261,7 @@ class Twins:
   @property
   def dtype(self) -> str:
     """In which the sparse twin multiplies by its sparse weights."""
-    return 'float8' if any(rule.policy.precision == 'fp8' for rule in self.recipe.rules) else 'bfloat16'
+    return 'float8' if any(rule.policy.precision != 'default' for rule in self.recipe.rules) else 'bfloat16'
 
   def sparse(self) -> Array:
     """One sparse step; returns its loss."""

@@ -65,6 +65,7 @@ METHODS: Mapping[str, Method] = {
   'fst_fp8': Method('FST, FP8', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'fp8': True}),
   's_ste': Method('S-STE', 's_ste', {'path': FFN}),
   's_ste_fp8': Method('S-STE, FP8', 's_ste', {'path': FFN, 'fp8': True}),
+  's_ste_fp8_e4m3': Method('S-STE, FP8, gradients in e4m3', 's_ste', {'path': FFN, 'fp8': 'e4m3'}),
   # Attention's projections too: steps gain more, and losses may.
   'fst_all': Method('FST, all linear layers', 'transposable_srste', {'path': LINEAR, 'masked_decay': 6e-3}),
   'fst_fp8_all': Method(

@@ -308,7 +308,7 @@ def _masked(of: ReadBy) -> _Problem | None:
 
 def _otherwise_precise(of: ReadBy, phase: PhaseName) -> _Problem | None:
   if of.asked == 'fp8' and (wide := _lines(read for read in of.reads if read.precision != 'fp8')):
-    text = f"its rule has precision='fp8', and the step reads it {phase}, but not in FP8, at {wide}"
+    text = f"its rule has it in FP8, and the step reads it {phase}, but not in FP8, at {wide}"
     return _Problem(text, _IN_FP8[phase])
   return None
 

@@ -187,7 +187,7 @@ def sparse_training(
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
-      in_fp8 = {path for path, rule in matched_rules(params, recipe).items() if rule.policy.precision == 'fp8'}
+      in_fp8 = {path for path, rule in matched_rules(params, recipe).items() if rule.policy.precision != 'default'}
     sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
     require_same_weights(recipe, sparse, state)
     fits = require_same_recipe(recipe, state)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from sparse24_jax.policy import DotPolicy
+from sparse24_jax.policy import DotPolicy, fp8_precision
 from sparse24_jax.projections import transposable
 from sparse24_jax.recipe import Phase, Recipe, Rule
 from sparse24_jax.recipes._registry import register
@@ -14,7 +14,7 @@ def transposable_srste(
   path: str,
   *,
   masked_decay: float | Callable[[Any], Any],
-  fp8: bool = False,
+  fp8: bool | Literal['e4m3'] = False,
   refresh_every: int = 40,
   dense_fraction: float = 1 / 6,
   weight_grad: Literal['mvue', 'dense'] = 'mvue',
@@ -48,7 +48,7 @@ def transposable_srste(
     raise ValueError(f'dense_fraction={dense_fraction} must be in [0, 1)')
   phases = (Phase('sparse', 1 - dense_fraction),) + ((Phase('dense', dense_fraction),) if dense_fraction else ())
   policy = DotPolicy(
-    transposable(), input_grad='sparse', weight_grad=weight_grad, precision='fp8' if fp8 else 'default'
+    transposable(), input_grad='sparse', weight_grad=weight_grad, precision=fp8_precision(fp8)
   )
   return Recipe(
     'transposable_srste_fp8' if fp8 else 'transposable_srste', (Rule(path, policy),), masked_decay=masked_decay,

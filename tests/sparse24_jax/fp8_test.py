@@ -97,6 +97,32 @@ class DotTest(parameterized.TestCase):
     simulated = dataclasses.replace(SIMULATED, weight_grad='dense')
     assert_close(found, dot_and_gradients(simulated, x, w, self.state, dz, None), NOISE)
 
+  @parameterized.parameters('mvue', 'dense')
+  def test_output_gradients_in_e4m3(self, sampled):
+    key = KEY if sampled == 'mvue' else None
+    kernels, simulated, of_5_2 = (
+      dataclasses.replace(p, precision=precision, weight_grad=sampled)
+      for p, precision in ((KERNELS, 'fp8_e4m3'), (SIMULATED, 'fp8_e4m3'), (KERNELS, 'fp8'))
+    )
+    given = self.x, self.w, self.state, self.dz, key
+    found = dot_and_gradients(kernels, *given)
+    with mock.patch.object(fp8_oracles, 'E5M2', fp8_oracles.E4M3):
+      assert_close(found, fp8_oracles.written_dot(*given), TOLERANCE)
+    assert_close(found, dot_and_gradients(simulated, *given), NOISE)
+    # Errors of rounding are half as large.
+    z, dx, _ = dot_and_gradients(of_5_2, *given)
+    assert_close(found[0], z, 0.0)
+    exact = oracles.wide(self.dz).reshape(-1, OUT) @ oracles.wide(PROJECTION.apply(self.w, self.state)).T
+    errors = [np.linalg.norm(oracles.wide(a).reshape(-1, D) - exact) for a in (found[1], dx)]
+    self.assertLess(errors[0], 0.75 * errors[1])
+
+  def test_what_recipes_call_it(self):
+    for make in (s24.recipes.s_ste, functools.partial(s24.recipes.transposable_srste, masked_decay=0.0)):
+      self.assertEqual(make('.*', fp8='e4m3').rules[0].policy.precision, 'fp8_e4m3')
+      self.assertEqual(make('.*', fp8='e4m3').name, make('.*', fp8=True).name)
+      with self.assertRaisesRegex(ValueError, "fp8='e5m2' must be False, True or 'e4m3'"):
+        make('.*', fp8='e5m2')
+
   @parameterized.parameters(BF16, jnp.float16)
   @pytest.mark.few
   def test_a_dense_layer(self, dtype):

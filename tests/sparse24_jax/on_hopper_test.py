@@ -245,6 +245,28 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLen(calls(hlo, SPARSE), 6)
     self.assertLen([line for line in calls(hlo, TRITON) if result(line) == ('f8e4m3fn', (TOKENS, D))], 1)
 
+  @parameterized.parameters(('e4m3', False, 5, 0), (False, True, 4, 1), (True, True, 4, 1))
+  def test_a_block_with_gradients_in_e4m3_and_one_whose_last_gradient_is_exact(self, fp8, exact, sparse, dense):
+    """The block stays fused: one pass makes dz and its sample, and the matmul of the exact gradient alone is dense."""
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=fp8)
+    recipe = recipe.with_exact_gradients('down') if exact else recipe
+    params = {'up': struct(D, HIDDEN), 'down': struct(HIDDEN, D)}
+
+    def loss(params, x):
+      return jnp.square(jax.nn.gelu(x @ params['up']) @ params['down']).astype(jnp.float32).sum()
+
+    def gradients(params, state, x):
+      variables = s24.sparse_variables(params, state, bound)
+      return jax.grad(s24.sparsify(loss, bound))(params, variables, jax.random.key(0), x)
+
+    bound = s24.bind(recipe, loss, params, struct(TOKENS, D))
+    with hopper():
+      state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), bound).init, params)
+    hlo = compiled(gradients, params, state, struct(TOKENS, D))
+    found = len(calls(hlo.splitlines(), SPARSE)), len(re.findall(r' dot\(|__cublas', hlo))
+    self.assertEqual(found, (sparse, dense))
+    self.assertEqual('f8e5m2' in hlo, fp8 is True)
+
 
 @needs_plugins
 class CheckStepOnHopperTest(parameterized.TestCase):
@@ -280,7 +302,7 @@ class CheckStepOnHopperTest(parameterized.TestCase):
     recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=True)
 
     def loss(params, x):
-      return (jax.nn.gelu(x @ params['up']) @ params['down']).astype(jnp.float32).sum()
+      return jnp.square(jax.nn.gelu(x @ params['up']) @ params['down']).astype(jnp.float32).sum()
 
     def step(params, state, x, phase):
       variables = s24.sparse_variables(params, state, recipe, phase=phase)

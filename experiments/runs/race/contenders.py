@@ -176,6 +176,9 @@ CONTENDERS: Mapping[str, Contender] = {
   # And what the largest part of it costs.
   's_ste_fp8_all_exact_down': of('s_ste_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   'fst_fp8_all_exact_down': of('fst_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
+  # What the format of gradients costs.
+  's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs={'fp8': 'e4m3'}),
+  'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs={'fp8': 'e4m3'}),
   # What FST's masks cost: transposable ones, those of rows, and the soft threshold of rows, each sparse to the end.
   'fst_to_the_end_unsampled': of('fst_to_the_end', 'exact weight gradients', kwargs=_EXACT),
   'row_masks': Contender(
