@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+import dataclasses
 import logging
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.availability import log_once
 from sparse24_jax.block_gain import block_gain
+from sparse24_jax.block_plan import may_end
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import keep_dense, leaves_by_path, listed, match_rules
@@ -70,7 +72,7 @@ def only_where_it_pays(
   slow, unknown = set(), set()
   for block in blocks:
     first = block.paths[0]
-    of_block = Recipe(recipe.name, (Rule('.*', policies[first]),))
+    of_block = Recipe(recipe.name, (Rule('down/.*', policies[block.down]), Rule('.*', policies[first])))
     gated, weight_dtype = len(block.paths) == 3, stored[first]
     gain = block_gain(block.d, block.hidden, of_block, gated=gated, weight_dtype=weight_dtype, **counted).gain
     slow |= set(block.paths) if gain is not None and gain < 1 else set()
@@ -92,6 +94,7 @@ class _Block(NamedTuple):
   d: int
   hidden: int
   paths: tuple[str, ...]
+  down: str  # the last of them
 
 
 def _as_bound(blocks: Iterable[Mapping[str, str]], layers: Mapping[str, LayerGain]) -> list[_Block]:
@@ -102,7 +105,8 @@ def _as_bound(blocks: Iterable[Mapping[str, str]], layers: Mapping[str, LayerGai
     if shapes.keys() != paths.keys() or 'up' not in shapes or any(layers[path].plain for path in paths.values()):
       continue
     if shapes['down'] == shapes['up'][::-1]:
-      found.append(_Block(*shapes['up'], tuple(paths.values())))
+      in_order = sorted(paths.values(), key=lambda path: path == paths['down'])
+      found.append(_Block(*shapes['up'], tuple(in_order), paths['down']))
   return found
 
 
@@ -110,12 +114,18 @@ def _by_shapes(layers: Mapping[str, LayerGain], policies: Mapping[str, DotPolicy
   """What must be blocks, by the shapes of the layers of a module."""
   together = defaultdict(list)
   for path, layer in layers.items():
-    together[tuple(path.split('/')[:-2]), policies[path], tuple(sorted(layer.shape))].append(path)
+    # The last of a block may have an exact gradient where the others are sampled.
+    policy = dataclasses.replace(policies[path], weight_grad='dense')
+    together[tuple(path.split('/')[:-2]), policy, tuple(sorted(layer.shape))].append(path)
   found = []
   for paths in together.values():
     shapes = Counter(layers[path].shape for path in paths)
     d, hidden = min(shapes)
     up_and_down = shapes in ({(d, hidden): 1, (hidden, d): 1}, {(d, hidden): 2, (hidden, d): 1})
-    if d < hidden and up_and_down and not any(layers[path].plain for path in paths):
-      found.append(_Block(d, hidden, tuple(paths)))
+    if not (d < hidden and up_and_down) or any(layers[path].plain for path in paths):
+      continue
+    (down,) = (path for path in paths if layers[path].shape == (hidden, d))
+    first = [path for path in paths if path != down]
+    if len({policies[path] for path in first}) == 1 and may_end(policies[down], policies[first[0]]):
+      found.append(_Block(d, hidden, (*first, down), down))
   return found

@@ -53,8 +53,9 @@ class Rule:
   def __post_init__(self):
     if not isinstance(self.exact, tuple):
       raise ValueError(f'exact of rule {self.path!r} must be a tuple of regular expressions, found {self.exact!r}')
-    for path in (self.path, *self.exact):
-      _check_pattern(path)
+    _check_pattern('rule path', self.path)
+    for path in self.exact:
+      _check_pattern('path of exact gradients', path)
     if not isinstance(self.policy, DotPolicy):
       raise ValueError(f'policy of rule {self.path!r} must be a DotPolicy, found {self.policy!r}')
     if not isinstance(self.activation, ActivationPolicy | None):
@@ -83,13 +84,13 @@ class Rule:
     return dataclasses.replace(self, policy=dense, activation=None, exact=())
 
 
-def _check_pattern(path: Any) -> None:
+def _check_pattern(what: str, path: Any) -> None:
   if not isinstance(path, str):
-    raise ValueError(f'rule path {path!r} must be a string, a regular expression')
+    raise ValueError(f'{what} {path!r} must be a string, a regular expression')
   try:
     re.compile(path)
   except re.error as error:
-    raise ValueError(f'rule path {path!r} is not a regular expression: {error}') from error
+    raise ValueError(f'{what} {path!r} is not a regular expression: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,10 +289,8 @@ class Recipe:
   def with_exact_gradients(self, *paths: str) -> 'Recipe':
     """The recipe with some weight gradients taken of all of the output gradient, where it samples that by MVUE.
 
-    A sample is noisiest where neighbours are of one size, as in gradients of the residual stream, which the last matmul
-    of a block has; those of its hidden layer are spread by the activation. A block stays fused where the last gradient
-    is exact and the others are not. The optimizer state serves both recipes, so that a run may also take exact
-    gradients in its last steps alone.
+    A block stays fused where the gradient of its last weight is exact and the others are not. Optimizer state and
+    variables serve both recipes, so that a run may also take exact gradients in its last steps alone.
 
     Args:
       *paths: regular expressions that match the whole path of the weights; none is all of them.
@@ -301,12 +300,15 @@ class Recipe:
     >>> [recipe.rules[0].of(path).policy.weight_grad for path in ('h_0/mlp/up/kernel', 'h_0/mlp/down/kernel')]
     ['mvue', 'dense']
     """
-    exact = tuple(paths) or ('.*',)
-    rules = (
-      dataclasses.replace(rule, exact=(*rule.exact, *exact)) if rule.policy.weight_grad == 'mvue' else rule
-      for rule in self.rules
-    )
-    return dataclasses.replace(self, rules=tuple(rules))
+
+    def exact(rule: Rule) -> Rule:
+      if rule.policy.weight_grad == 'dense':
+        return rule
+      if not paths:
+        return dataclasses.replace(rule, policy=dataclasses.replace(rule.policy, weight_grad='dense'), exact=())
+      return dataclasses.replace(rule, exact=tuple(dict.fromkeys((*rule.exact, *paths))))
+
+    return dataclasses.replace(self, rules=tuple(map(exact, self.rules)))
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Recipe':
     """The recipe with other rules, under which the weights at `paths` are dense."""

@@ -181,11 +181,10 @@ def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
       )
   for pattern in dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.exact):
-    if not any(re.fullmatch(pattern, path) for path, rule in matched.items() if pattern in rule.exact):
+    if not any(re.fullmatch(pattern, path) for path in matched):
       raise ValueError(
-        f'with_exact_gradients({pattern!r}) of recipe {recipe.name!r} takes the gradient of no weight:'
-        f' those whose gradients it samples are {listed(path for path, rule in matched.items() if rule.exact)}'
-        f'{_meant_deeper(pattern, matched)}'
+        f'with_exact_gradients({pattern!r}) of recipe {recipe.name!r} is of no weight that a rule matches: these are'
+        f' {listed(matched)}{_meant_deeper(pattern, matched)}'
       )
   return matched
 

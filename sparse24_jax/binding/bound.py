@@ -21,7 +21,7 @@ from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
 from sparse24_jax.projection import TransposableMasked
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules, rule_for
+from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
 
 # A backward pass reads each weight transposed.
 _OWN_GRADIENT = (
@@ -150,9 +150,11 @@ class Bound(Recipe):
     return dataclasses.replace(self, rules=dense.rules, weights=tuple(kept))
 
   def with_exact_gradients(self, *paths: str) -> 'Bound':
-    exact = super().with_exact_gradients(*paths)
-    weights = (dataclasses.replace(weight, rule=rule_for(weight.path, exact)) for weight in self.weights)
-    return dataclasses.replace(self, rules=exact.rules, weights=tuple(weights))
+    listed_paths = ', '.join(map(repr, paths))
+    raise ValueError(
+      'which matmuls are a block was found for the gradients as they were: bind the changed recipe,'
+      f' bind(recipe.with_exact_gradients({listed_paths}), f, params, ...)'
+    )
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Bound':
     weights = tuple(weight for weight in self.weights if weight.path not in paths)

@@ -188,8 +188,8 @@ def numbers_of(policies: Iterable[DotPolicy]) -> Array:
 
 
 def _number(policy: DotPolicy) -> int:
-  """Tells policies apart by what they train, whatever runs it and however the weight is stored."""
-  text = repr(dataclasses.replace(policy.of_matrix, implementation=None))
+  """Tells policies apart by what their states are, whatever runs them, samples for them and stores the weight."""
+  text = repr(dataclasses.replace(policy.of_matrix, implementation=None, weight_grad='dense'))
   number = zlib.crc32(text.encode())
   _POLICY_OF[number] = text
   return number

@@ -170,7 +170,7 @@ def sparse_variables(
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase == 'sparse' else None)
   note_read(opt_state, phase)
   if opt_state is not None:
-    warn_of_other_weights(params, opt_state)
+    warn_of_other_weights(params, opt_state, reads=phase == 'sparse')
   if phase == 'dense':
     sparse = {}
   states, policies = weight_states(recipe, sparse, pack), numbers_of(policy for policy, _, _ in sparse.values())

@@ -155,20 +155,21 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
   return dict(leaves_by_path(state.projections))
 
 
-def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) -> None:
+def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False, reads: bool = True) -> None:
   """Warns, outside of jit, if these are not the parameters that the last step of the optimizer left.
 
   Once for each place in a program: where an average is evaluated it is meant, and elsewhere it may not be. Nothing is
-  said of a step that is still running, unless this may `wait` for it.
+  said of a step that is still running, unless this may `wait` for it. `reads` is whether the caller reads the masks.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   if found := _left.unserved(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
     states = dict(leaves_by_path(state.projections))
     masks = any(jnp.issubdtype(states[path].dtype, jnp.bool_) for path in found)
     what, without = ('masks', ', or give opt_state=None, which chooses masks from them') if masks else ('scales', '')
+    may = f', which may have the {what} of that step' if reads else ''
     _dispatch.log_once(
       f'{listed(found)}: params are not the weights of the last step of opt_state. That is right for an average of'
-      f' weights (EMA), which may have the {what} of that step. Otherwise give both of the same step; for weights that'
+      f' weights (EMA){may}. Otherwise give both of the same step; for weights that'
       f' were loaded or set, make the state of them, tx.init(params){without}',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip

@@ -105,6 +105,20 @@ class SampleTest(parameterized.TestCase):
     # Each device rounds its part of the sum to bfloat16.
     self.assertLess(error(dw, one_dw), 0.01)
 
+  @parameterized.parameters(('Explicit', ('d', 't')), ('Auto', ('d', 't')))
+  def test_exact_gradients_in_16_bits(self, kind, spec):
+    """On an explicit mesh a matmul of shards and one sum; elsewhere XLA's own."""
+    given = [a.astype(jnp.float16) for a in (normal(0, TOKENS, D), normal(1, TOKENS, 2 * D))]  # as CPUs divide bfloat16
+    dz, x, on = *given, mesh(kind)
+
+    @jax.jit
+    def exact(dz, x):
+      return linear_layer.kernel_weight_grad(dz, None, Rounded(None, x), backend='dense')
+
+    same, dw = exact(put(dz, on, *spec), put(x, on, spec[0], None))
+    np.testing.assert_array_equal(np.asarray(same.values), np.asarray(dz))
+    self.assertLess(error(dw, np.asarray(x, np.float64).T @ np.asarray(dz, np.float64)), 2e-3)
+
   @parameterized.parameters((EXACT_FP8, 't'), (DENSE_FP8, None))
   @pytest.mark.few
   def test_a_weight_that_is_divided_with_exact_gradients_in_fp8(self, policy, columns):

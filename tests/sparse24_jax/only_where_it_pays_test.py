@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from sparse24_jax.rules import match_rules
 from tests.draws import gaussian, parameters
 
 H100 = 'nvidia_h100_80gb_hbm3'
@@ -143,8 +144,8 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
 
     def lost(d, hidden, recipe, *, gated, weight_dtype, **counted):
       priced.append((d, hidden, gated, weight_dtype))
-      (rule,) = recipe.rules
-      self.assertEqual(rule.policy, FST.rules[0].policy)  # of [in, out], as the sizes are
+      for rule in recipe.rules:
+        self.assertEqual(rule.policy, FST.rules[0].policy)  # of [in, out], as the sizes are
       return mock.Mock(gain=0.9)
 
     with mock.patch.object(module, 'block_gain', lost):
@@ -154,6 +155,23 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     self.assertEqual(set(found.rules[0].path.split('|')), of_blocks)
     self.assertEqual(found.blocks, ())
     self.assertIsNone(recipe.blocks)
+
+  @parameterized.parameters((512, 16384), (384, 8192), (768, 1024))
+  def test_a_block_whose_last_gradient_is_exact_is_priced_as_it_runs(self, d, tokens):
+    """By itself the down-projection would pay and the other not, or the other way round."""
+    every = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
+    recipe = every.with_exact_gradients('.*down/.*')
+    params = {'mlp': {'up': kernel(d, 4 * d), 'down': kernel(4 * d, d)}}
+    gain = s24.block_gain(d, 4 * d, every.with_exact_gradients('down/.*'), tokens=tokens, device=H100).gain
+
+    def loss(params, x):
+      return jnp.sum(jax.nn.gelu(x @ params['mlp']['up']['kernel']) @ params['mlp']['down']['kernel'])
+
+    bound = s24.bind(recipe, loss, params, jax.ShapeDtypeStruct((tokens, d), jnp.float32))
+    for given in (recipe, bound):
+      found = match_rules(params, s24.only_where_it_pays(params, given, tokens=tokens, device=H100))
+      kept = {path for path, rule in found.items() if rule.policy.projection}
+      self.assertEqual(kept, {'mlp/up/kernel', 'mlp/down/kernel'} if gain >= 1 else set())
 
   def test_a_gate_and_up_in_one_weight_are_counted_alone(self):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (('w', (64, 512)), ('o', (256, 64)))}

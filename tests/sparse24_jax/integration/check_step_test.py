@@ -230,7 +230,7 @@ class CheckStepTest(parameterized.TestCase):
     advice = 'recipe of the optimizer' if phase == 'sparse' else "sparsify.model, recipe, phase='dense'. with"
     for run in (wide,) if phase == 'sparse' else (wide, None):
       with self.assertRaisesRegex(
-        ValueError, rf"^up: its rule has precision='fp8', .* reads it {phase}, but not in FP8, at .*\n.* {advice}"
+        ValueError, rf"^up: its rule has it in FP8, .* reads it {phase}, but not in FP8, at .*\n.* {advice}"
       ):
         check(run)
 

@@ -183,7 +183,7 @@ class StaleVariablesTest(parameterized.TestCase):
   @parameterized.parameters(
     (FST, STE),
     (STE, FST),
-    (FST, s24.recipes.transposable_srste('.*kernel', masked_decay=1e-4, weight_grad='dense')),
+    (FST, s24.recipes.transposable_srste('.*kernel', masked_decay=1e-4, fp8=True)),
     (s24.recipes.s_ste('.*kernel'), s24.recipes.s_ste('.*kernel', fp8=True)),
   )
   def test_variables_of_another_recipe(self, made_for, recipe):

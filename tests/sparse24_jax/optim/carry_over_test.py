@@ -119,12 +119,24 @@ class CarryOverTest(parameterized.TestCase):
     self.assertEqual((int(found.mini_step), int(found.gradient_step)), (1, 1))
     jax.tree.map(np.testing.assert_array_equal, found.acc_grads, state.acc_grads)
 
-  def test_phases_go_on(self):
+  def test_the_next_step_may_be_of_any_phase(self):
+    """A dense start under the recipe that watches, and a run that goes on after its dense end."""
     recipe = s24.recipes.transposable_srste('up', masked_decay=1e-3)
-    params, old = trained(optimizer(recipe, phase='dense'), 1)
-    state = s24.carry_over(optimizer(recipe).init(params), old)
-    with self.assertRaisesRegex(ValueError, "was one of phase 'dense', after which"):
+    for before in (recipe, s24.recipes.dense('up', watch=s24.transposable())):
+      params, old = trained(optimizer(before, phase='dense'), 2)
+      state = s24.carry_over(optimizer(recipe).init(params), old)
+      self.assertEqual(int(state[1].count), 2)
       s24.sparse_variables(params, state, recipe, phase='sparse')
+      trained(optimizer(recipe), 1, params, state)
+
+  def test_a_stacked_ensemble(self):
+    before, after = (optimizer(s24.recipes.ste(path)) for path in ('up', 'up|down'))
+    params = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), PARAMS)
+    old = jax.vmap(before.init)(params)
+    update = jax.vmap(after.update)
+    _, state = update(params, s24.carry_over(jax.vmap(after.init)(params), old), params)
+    self.assertEqual(state[1].count.tolist(), [1, 1])
+    self.assertEqual(s24.get_flip_rate(state).overall.shape, (2,))
 
   def test_in_the_boxes_of_nnx(self):
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
@@ -140,10 +152,18 @@ class CarryOverTest(parameterized.TestCase):
   def test_what_is_no_such_state(self):
     tx = optimizer(s24.recipes.ste('up'))
     _, state = trained(tx, 1)
-    with self.assertRaisesRegex(ValueError, r'new holds no state of sparse_training: it is tx.init\(params\), and old'):
+    with self.assertRaisesRegex(ValueError, r'new holds no state of sparse_training: it is tx.init\(params\), and the'):
       s24.carry_over(optax.adam(1e-3).init(PARAMS), state)
+    with self.assertRaisesRegex(ValueError, 'new has made steps already: it is tx.init'):
+      s24.carry_over(state, tx.init(PARAMS))
+    narrow = {name: w[:8] for name, w in PARAMS.items()}
+    with self.assertRaisesRegex(ValueError, r"inner_state.*down'\] new has float32 of shape \(8, 16\), and old"):
+      s24.carry_over(tx.init(narrow), state)
+    many = optax.MultiSteps(tx, 2)
+    with self.assertRaisesRegex(ValueError, r'new has float32 of shape \(8, 16\)'):
+      s24.carry_over(many.init(narrow), many.init(PARAMS))
     other = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.sgd(0.1), s24.recipes.ste('up')))
-    with self.assertRaisesRegex(ValueError, 'old is no state of the optimizer that made new.* its inner state is'):
+    with self.assertRaisesRegex(ValueError, 'old is no state of the optimizer that made new.* is of another kind'):
       s24.carry_over(other.init(PARAMS), state)
     with self.assertRaisesRegex(ValueError, 'old is no state of the optimizer that made new'):
       s24.carry_over(tx.init(PARAMS), state[1])
