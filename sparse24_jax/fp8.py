@@ -212,7 +212,6 @@ class Simulated(Precision):
 
 
 FP8, FP8_E4M3 = Fp8(), Fp8(gradients=E4M3)
-SIMULATED = FP8.without_kernels
 
 
 def _under_power_of_two(amax: Array) -> Array:

@@ -310,7 +310,7 @@ MUTANTS = _of(
   ('a state that was refused stays so', 'optim/_left.py', 'worst > _MOST_MISSED, worst', 'False, worst',
    'optim/carry_over_test.py', 'set_between_steps'),
   ('a state of another recipe is refused', 'optim/_identity.py', 'return jnp.all(identity.made_by == own.ravel())',
-   'fine = True', 'integration/identity_test.py', 'tree_of_another'),
+   'return True', 'integration/identity_test.py', 'tree_of_another'),
   ('a state says of which phase its last step was', 'optim/sparse_training.py',
    '_identity.after_step(state.identity, phase)', 'state.identity',
    'integration/identity_test.py', 'one_trace'),

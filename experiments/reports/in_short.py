@@ -37,8 +37,7 @@ def equal_steps(comparisons: Mapping[str, Comparison]) -> str:
 
 
 def _percent(own: table.Seeds, dense: table.Seeds) -> str:
-  pairs = [100 * (own.losses[seed] - dense.losses[seed]) / dense.mean for seed in own.losses if seed in dense.losses]
-  return table.interval(pairs, '+', 1)
+  return table.interval([100 * difference / dense.mean for difference in table.pairs_of(own, dense)], '+', 1)
 
 
 def equal_seconds(races: Mapping[str, Comparison]) -> str:
@@ -72,6 +71,5 @@ def _is_twin(who: str, sparse: str) -> bool:
 
 def _between(own: table.Seeds, other: table.Seeds) -> tuple[str, str]:
   """The loss of one minus the other's, and the share of time after which the lower is at the other's final loss."""
-  pairs = [own.losses[seed] - other.losses[seed] for seed in own.losses if seed in other.losses]
   lower, higher = (own, other) if own.mean <= other.mean else (other, own)
-  return table.interval(pairs, '+'), table.share(table.shares_of_time(lower, higher))
+  return table.interval(table.pairs_of(own, other), '+'), table.share(table.shares_of_time(lower, higher))

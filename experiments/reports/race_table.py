@@ -188,7 +188,7 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   rows, plain = [], dense_of(found)
   for name, own in found.items():
     losses = list(own.losses.values())
-    pairs = _pairs(found[against], own)
+    pairs = pairs_of(found[against], own)
     lower, other = (own, found[against]) if sum(pairs) > 0 else (found[against], own)
     times, shares = [], []
     if plain and name != plain:
@@ -212,7 +212,7 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   """
   rows = []
   for name, own in found.items():
-    pairs = [-difference for difference in _pairs(found[against], own)]
+    pairs = [-difference for difference in pairs_of(found[against], own)]
     percent = [100 * difference / found[against].mean for difference in pairs]
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
@@ -223,7 +223,7 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   return rows
 
 
-def _pairs(a: Seeds, b: Seeds) -> list[float]:
+def pairs_of(a: Seeds, b: Seeds) -> list[float]:
   """Final losses of `a` minus those of `b`, for the seeds that both have."""
   return [a.losses[seed] - loss for seed, loss in b.losses.items() if seed in a.losses]
 

@@ -70,6 +70,16 @@ class RecordsTest(absltest.TestCase):
     self.assertIsNone(lookup(bf16 | {'dtype': 'float32', 'out_dtype': 'float32'}))
     self.assertIsNone(_records.entry_of(folder / 'gpu' / 'op.json', fp16))
 
+  def test_gradients_in_e4m3_take_what_was_measured_in_e5m2(self):
+    e5m2, e4m3 = (_KEY | {'dtype': name, 'out_dtype': 'bfloat16'} for name in ('float8_e5m2', 'float8_e4m3fn'))
+    folder = self._save(self._entry(e5m2, 'mosaic_gpu'), self._entry(e4m3 | {'m': 1024}, 'dense'))
+    lookup = functools.partial(_records.lookup, 'gpu', 'op', folder=folder)
+    with self.assertLogs('pallas_kernels', logging.INFO) as logs:
+      self.assertEqual(lookup(e4m3).key, e5m2)
+    self.assertRegex(logs.output[0], 'was measured in float8_e4m3fn; records of float8_e5m2 serve')
+    self.assertEqual(lookup(e4m3 | {'m': 900}).implementation, 'dense')
+    self.assertIsNone(lookup(e5m2 | {'m': 1024}))
+
   def test_a_record_of_float16_wins_where_there_is_one(self):
     bf16, own = (_KEY | {'dtype': name, 'out_dtype': name} for name in ('bfloat16', 'float16'))
     own |= {'m': 96}
