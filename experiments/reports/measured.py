@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench.compile_time import CASES
 from experiments.reports import provenance, race_table, speed
 from experiments.runs.race.contenders import CONTENDERS
 
@@ -118,7 +117,7 @@ def compile_time() -> str:
   """Seconds of three processes, one after another, until the steps of a run are compiled on a GPU's machine."""
   records = {r['recipe']: r for r in provenance.read('compile_time.jsonl')}
   rows, dense = [], records['dense']['next']
-  for name in (name for name in CASES if name in records):
+  for name in (name for name in CONTENDERS if name in records):
     r, found = records[name], records[name]['next']
     parts = ', '.join(f'{found[part]:.1f}' for part in ('trace_s', 'lower_s', 'compile_s'))
     over = '' if name == 'dense' else f'{found["total_s"] / found["programs"] / dense["total_s"]:.2f}'
