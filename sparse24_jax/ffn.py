@@ -135,8 +135,8 @@ def ffn_at(
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  static = _Static(plan, activation, what_is_sampled(), hidden)
-  return _fused(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
+  static = _Static(plan, activation, what_is_sampled(x, keys['down']), hidden)
+  return _of_blocks_alike(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
 def _states(state: Mapping[str, Any] | None, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, Any]:
@@ -275,3 +275,5 @@ def _fused_bwd(static, residuals, dy):
 
 # Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
 _fused.defvjp(_fused_fwd, _fused_bwd, optimize_remat=True)
+# As in `dot`: traced and differentiated once.
+_of_blocks_alike = jax.jit(_fused, static_argnums=0, inline=True)

@@ -29,7 +29,6 @@ from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.gated_activation import costs as activation_costs
-from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack import costs as pack_costs
 from pallas_kernels.pack.reference import mask_codes, MVUE_HEADROOM
@@ -61,7 +60,7 @@ class Fp8(Precision):
   lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'
   dense, dense_wide = 'dense_fp8', 'dense_bf16'
   residual_layout, residual_axes = 'nk', 'n k*4'
-  dtype = E4M3
+  dtype, sample_alpha = E4M3, MVUE_HEADROOM
 
   @property
   def sample_dtype(self) -> Any:
@@ -94,20 +93,20 @@ class Fp8(Precision):
     lower end, and two weights can be brought to one scale after they were rounded.
     """
     if form is None:
-      scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
-      return PackedWeight(None, None, dense=as_dtype(jnp.uint8, quantize.quantize(w, scale, dtype=E4M3)), factor=factor)
+      scale = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
+      return PackedWeight(None, None, dense=as_dtype(jnp.uint8, quantize.quantize(w, scale, dtype=E4M3)), scale=scale)
     how = dict(dtype=E4M3, implementation=self.pass_backends)
     if form == TransposableMasked():
-      scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
+      scale = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
       pair = pack.masked_pack(w, mask_codes(state), scale, **how)
       forward, input_grad = (with_values(jnp.uint8, operand) for operand in (pair.columns, pair.rows))
-      return PackedWeight(state, forward, input_grad, factor=factor)
+      return PackedWeight(state, forward, input_grad, scale=scale)
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
-    scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
+    scale = quantize.current_scale(_under_power_of_two(jnp.abs(state)[..., None] * quantize.amax(w)), E4M3)
     p = pack.soft_threshold_pack(w, scale * state, **how)
     return PackedWeight(
-      state, with_values(jnp.uint8, p.operand), dense=as_dtype(jnp.uint8, p.dense), factor=factor
+      state, with_values(jnp.uint8, p.operand), dense=as_dtype(jnp.uint8, p.dense), scale=scale
     )
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
@@ -121,11 +120,11 @@ class Fp8(Precision):
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     def one(x: Array) -> Rounded:
-      scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
+      scale = quantize.current_scale(quantize.amax(x), E4M3)
       if not keep:
-        return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
+        return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, scale)
       values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.pass_backends)
-      return Rounded(values, transposed, factor)
+      return Rounded(values, transposed, scale)
 
     return jax.custom_batching.sequential_vmap(one)(x)
 
@@ -135,7 +134,7 @@ class Fp8(Precision):
 
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     if backend is None:
-      return PackedWeight(None, None, dense=p.dense, factor=p.factor)
+      return PackedWeight(None, None, dense=p.dense, scale=p.scale)
     return super().reads(p, role, backend)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
@@ -148,22 +147,22 @@ class Fp8(Precision):
     if backend is not None:
       return super().input_grad(w, dz, backend=backend, dtype=dtype)
 
-    def run(dz: Rounded, matrix: Array, factor: Array) -> Array:
+    def run(dz: Rounded, matrix: Array, scale: Array) -> Array:
       with jax.named_scope('input_grad'):
-        return _dense_matmul(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)
+        return _dense_matmul(dz.values, dz.scale, _partitioning.whole(matrix), scale, dtype)
 
-    return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.factor)
+    return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.scale)
 
-  def scale_of(self, dz: Array) -> tuple[Any, Any]:
+  def scale_of(self, dz: Array) -> Any:
     return quantize.current_scale(quantize.amax(dz), self.gradients)
 
-  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
+  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> Any:
     steepest = None if gated else ACTIVATIONS[activation].steepest
     if steepest is None:
       rule = _partitioning.Rule(('n m', 'n . m' if gated else 'n m'), ('',), order=('n', 'm'), sums=('n', 'm'))
       largest = _partitioning.partitioned(
         'activation_backward_amax', _largest, rule, dh, z, activation=activation, gated=gated
-      )
+      )[None]
     else:
       # A bound of dz that needs dh alone.
       largest = steepest * quantize.amax(dh)
@@ -180,16 +179,12 @@ class Fp8(Precision):
     sampled = activation_costs.activation_backward_pack(hidden, wide, 1, gated=gated)
     return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (sampled,))
 
-  def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
-    factor, x_factor = factors
-    return super().weight_grad(sample, x, (MVUE_HEADROOM * factor, x_factor), backend=backend, dtype=dtype)
-
-  def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
-    factor, x_factor = factors
+  def exact_weight_grad(self, dz: Array, x: Array, scales: tuple) -> tuple[Array, Array]:
+    scale, x_scale = scales
     rounded, transposed = quantize.quantize(
       dz, scale, dtype=self.gradients, transpose='both', implementation=self.pass_backends
     )
-    return rounded, _dense_matmul(x, x_factor, transposed, factor, dz.dtype)
+    return rounded, _dense_matmul(x, x_scale, transposed, scale, dz.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +210,10 @@ FP8, FP8_E4M3 = Fp8(), Fp8(gradients=E4M3)
 
 
 def _under_power_of_two(amax: Array) -> Array:
-  """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
+  """The next larger number under which the scale of e4m3 is a power of two; infinite for what is not finite."""
   largest = float(jnp.finfo(E4M3).max)
-  bits = as_dtype(jnp.int32, amax / largest)
-  rounded_up = as_dtype(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
-  return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
+  bits = jnp.minimum(as_dtype(jnp.int32, amax / largest) & 0x7FFFFFFF, 0x7F800000)  # above infinity are NaNs
+  return largest * as_dtype(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
 
 
 def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
@@ -233,7 +227,7 @@ def _dense_forward(
   keep_preactivation: bool = False,
 ) -> Any:  # fmt: skip
   with jax.named_scope('forward'):
-    z = _dense_matmul(x.values, x.factor, _partitioning.whole(w.matrix).T, w.factor, dtype)
+    z = _dense_matmul(x.values, x.scale, _partitioning.whole(w.matrix).T, w.scale, dtype)
   if bias is not None:
     z = z + bias.astype(dtype)[None]
   if activation is None:
@@ -242,7 +236,7 @@ def _dense_forward(
   return (h, z) if keep_preactivation else h
 
 
-def _dense_matmul(x: Array, x_factor: Array, w: Array, w_factor: Array, dtype: Any) -> Array:
-  # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
+def _dense_matmul(x: Array, x_scale: Array, w: Array, w_scale: Array, dtype: Any) -> Array:
+  # Sums of FP8 numbers, before they are divided by the scales, exceed the range of float16.
   wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
-  return quantize.fp8_dot(x, w, x_factor, w_factor, out_dtype=wide).astype(dtype)
+  return quantize.fp8_dot(x, w, x_scale, w_scale, out_dtype=wide).astype(dtype)

@@ -37,17 +37,17 @@ def multiply_pair(
     'forward': ('n k*64', 'k*64 m*64', 'n . m*64'), 'input_grad': ('n . k*64', 'm*64 k*64', 'n m*64')
   }[role]  # fmt: skip
   of_weight = ('m*64 k*32', 'm k .') if pair[0].dense is None else (dense,)
-  of_factor = () if b.factor is None else ('',)
-  arguments = (of_b, *of_factor, *(*of_weight, *of_factor) * 2, *(() if bias is None else ('. m*64',)))
+  of_scale = () if b.scale is None else ('',)
+  arguments = (of_b, *of_scale, *(*of_weight, *of_scale) * 2, *(() if bias is None else ('. m*64',)))
   rule = _partitioning.Rule(arguments, (d,), order=('n', 'k', 'm'), sums=('k',))
   return _partitioning.partitioned(
-    'multiply_pair', _multiply_pair, rule, b.values, b.factor, *pair, bias,
+    'multiply_pair', _multiply_pair, rule, b.values, b.scale, *pair, bias,
     role=role, backend=backend, dtype=jnp.dtype(dtype), precision=precision,
   )  # fmt: skip
 
 
-def _multiply_pair(shard, b, factor, gate, up, bias, *, role, backend, dtype, precision):
-  w, given = side_by_side(gate, up), Rounded(b.reshape(b.shape[0], -1), None, factor)
+def _multiply_pair(shard, b, scale, gate, up, bias, *, role, backend, dtype, precision):
+  w, given = side_by_side(gate, up), Rounded(b.reshape(b.shape[0], -1), None, scale)
   if role == 'input_grad':
     return shard.sum(precision.input_grad(w, given, backend=backend, dtype=dtype), 'k')
   bias, partial = None if bias is None else bias.reshape(-1), shard.sums('k')
@@ -81,25 +81,25 @@ def kernel_weight_grad(
   rule = _rule(('k*4 m*4',), key, precision, (*made, 'n m*4'))
 
   def one(dz, key, x):
-    scale, factor = precision.scale_of(dz)
+    scale = precision.scale_of(dz)
     with jax.named_scope('weight_grad'):
       *made, dw = _partitioning.partitioned(
-        'kernel_weight_grad', _kernel_weight_grad, rule, dz, key, x.residual, scale, factor, x.factor,
+        'kernel_weight_grad', _kernel_weight_grad, rule, dz, key, x.residual, scale, x.scale,
         backend=backend, column=column, precision=precision,
       )  # fmt: skip
-    return (made[0] if made else dz), factor, dw
+    return (made[0] if made else dz), scale, dw
 
-  made, factor, dw = jax.custom_batching.sequential_vmap(one)(dz, key, x.for_backward)
-  return Rounded(made, None, factor), _partitioning.whole(dw)
+  made, scale, dw = jax.custom_batching.sequential_vmap(one)(dz, key, x.for_backward)
+  return Rounded(made, None, scale), _partitioning.whole(dw)
 
 
-def _kernel_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend, column, precision):
+def _kernel_weight_grad(shard, dz, key, x, scale, x_scale, *, backend, column, precision):
   if key is None:
-    dz, dw = precision.exact_weight_grad(dz, x, scale, (factor, x_factor))
+    dz, dw = precision.exact_weight_grad(dz, x, (scale, x_scale))
     return *((dz,) if precision.scales else ()), shard.sum(dw, 'k')
   origin = (0, shard.offset('k'), column + shard.offset('m', 4))
   made = precision.sample(dz, key, scale, origin)
-  dw = precision.weight_grad(made.operand, x, (factor, x_factor), backend=backend, dtype=dz.dtype)
+  dw = precision.weight_grad(made.operand, x, (scale, x_scale), backend=backend, dtype=dz.dtype)
   return *(() if made.dense is None else (made.dense,)), shard.sum(dw, 'k')
 
 
@@ -114,23 +114,23 @@ def activation_and_weight_grad(
   rule = _rule(('k*4 m*4', dz), key, precision, (dz, *('n m*4',) * (2 if gated else 1)))
 
   def one(dh, z, key, x):
-    scale, factor = precision.scale_of_activation(dh, z, activation=activation, gated=gated)
+    scale = precision.scale_of_activation(dh, z, activation=activation, gated=gated)
     with jax.named_scope('weight_grad'):
       dz, *dw = _partitioning.partitioned(
-        'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x.residual, scale, factor,
-        x.factor, backend=backend, activation=activation, gated=gated, precision=precision,
+        'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x.residual, scale,
+        x.scale, backend=backend, activation=activation, gated=gated, precision=precision,
       )  # fmt: skip
-    return dz, factor, dw
+    return dz, scale, dw
 
-  dz, factor, dw = jax.custom_batching.sequential_vmap(one)(dh, z, key, x.for_backward)
-  return Rounded(dz, None, factor), [_partitioning.whole(part) for part in dw]
+  dz, scale, dw = jax.custom_batching.sequential_vmap(one)(dh, z, key, x.for_backward)
+  return Rounded(dz, None, scale), [_partitioning.whole(part) for part in dw]
 
 
 def _activation_and_weight_grad(
-  shard, dh, z, key, x, scale, factor, x_factor, *, backend, activation, gated, precision
+  shard, dh, z, key, x, scale, x_scale, *, backend, activation, gated, precision
 ):  # fmt: skip
   def weight_grad(operand):
-    return precision.weight_grad(operand, x, (factor, x_factor), backend=backend, dtype=dh.dtype)
+    return precision.weight_grad(operand, x, (scale, x_scale), backend=backend, dtype=dh.dtype)
 
   row, column, rows = shard.offset('k'), shard.offset('m', 4), dh.shape[0]
   if gated and shard.divided.get('m'):
@@ -151,7 +151,7 @@ def _activation_and_weight_grad(
 
 def _rule(gradients: tuple[str, ...], key: Array | None, precision: Precision, results: tuple[str, ...]) -> Any:
   """The partitioning rule of a weight gradient: of gradients, a key or none, the residual of x, any scales."""
-  scales = ('',) * 3 if precision.scales else ()
+  scales = ('',) * 2 if precision.scales else ()
   of_key = () if key is None else (_partitioning.undivided(key),)
   arguments = (*gradients, *of_key, precision.residual_axes, *scales)
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))

@@ -74,8 +74,13 @@ def sampled_for(path: str) -> Iterator[None]:
     _named.reset(before)
 
 
-def what_is_sampled() -> str:
-  """The weight of `sampled_for`, and of which shard the tokens are; empty if nothing is known."""
+def what_is_sampled(x: Array, key: Array | None) -> str:
+  """The weight of `sampled_for`, and of which shard the tokens are; empty if nothing is known.
+
+  Empty, too, where a gradient is no error, so that layers that are alike have one trace.
+  """
+  if key is not None and _tokens(x) % 4 == 0:
+    return ''
   axes = ', '.join(map(repr, sorted(jax.sharding.get_abstract_mesh().manual_axes)))
   return _named.get() + (f' on one shard of a shard_map over {axes}' if axes else '')
 
@@ -91,9 +96,13 @@ def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '
         f" split_rngs={{..., 'mvue': True}}), sparsify(model, recipe, rngs=nnx.Rngs(mvue=0)) of an nnx one, or"
         ' dot(..., key=...)'
       )
-    tokens = math.prod(x.shape[:-1])
+    tokens = _tokens(x)
     if tokens % 4:
       raise ValueError(
         f'{of}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
         " times sequence a multiple of four on each shard, or give the rule weight_grad='dense'"
       )
+
+
+def _tokens(x: Array) -> int:
+  return math.prod(x.shape[:-1])

@@ -16,7 +16,7 @@ E4M3 = jnp.dtype('float8_e4m3fn')
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'input_grad', 'dense', 'factor'], meta_fields=[]
+  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'input_grad', 'dense', 'scale'], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
@@ -33,7 +33,7 @@ class PackedWeight:
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable. In
       FP8 its values too are uint8.
     dense: in FP8 the projected weight, `[..., in, out]`, as uint8; None if the projection is transposable.
-    factor: in FP8 float32, `[...]`, a power of two: what a result is multiplied with to undo the scale.
+    scale: in FP8 float32, `[...]`, a power of two: what its values were multiplied with before they were rounded.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> from sparse24_jax.precision import NATIVE
@@ -48,12 +48,12 @@ class PackedWeight:
   forward: SparseOperand | None
   input_grad: SparseOperand | None = None
   dense: Array | None = None
-  factor: Array | None = None
+  scale: Array | None = None
 
   @property
   def dtype(self) -> jnp.dtype:
     """The dtype of its values."""
-    if self.factor is not None:
+    if self.scale is not None:
       return E4M3
     operand = self.forward if self.forward is not None else self.input_grad
     assert operand is not None
@@ -63,7 +63,7 @@ class PackedWeight:
     """`forward` or `input_grad`, its values in their dtype."""
     operand = self.forward if role == 'forward' else self.input_grad
     assert operand is not None
-    return operand if self.factor is None else with_values(E4M3, operand)
+    return operand if self.scale is None else with_values(E4M3, operand)
 
   @property
   def matrix(self) -> Array:
@@ -83,17 +83,17 @@ def with_values(dtype: Any, operand: SparseOperand) -> SparseOperand:
 
 
 def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
-  """[W_gate | W_up] of what both hold; in FP8 under the larger of their scales' factors."""
-  factor = None
-  if gate.factor is not None and up.factor is not None:
-    factor = jnp.maximum(gate.factor, up.factor)
-    gate, up = _rescaled(gate, factor), _rescaled(up, factor)
+  """[W_gate | W_up] of what both hold; in FP8 under the smaller of their scales."""
+  scale = None
+  if gate.scale is not None and up.scale is not None:
+    scale = jnp.minimum(gate.scale, up.scale)
+    gate, up = _rescaled(gate, scale), _rescaled(up, scale)
   return PackedWeight(
     None,
     None if gate.forward is None or up.forward is None else concatenate(gate.forward, up.forward, axis=-2),
     None if gate.input_grad is None or up.input_grad is None else concatenate(gate.input_grad, up.input_grad, axis=-1),
     None if gate.dense is None or up.dense is None else jnp.concatenate([gate.dense, up.dense], axis=-1),
-    factor,
+    scale,
   )
 
 
@@ -107,22 +107,22 @@ def halves(p: Any, ndim: int) -> Sequence[Any]:
   if not isinstance(p, PackedWeight):
     return jnp.split(p, 2, axis=-1)
   of_both = halves(p.state, ndim), _split(p.forward, -2), _split(p.input_grad, -1), halves(p.dense, ndim)
-  return [PackedWeight(*each, p.factor) for each in zip(*of_both, strict=True)]
+  return [PackedWeight(*each, p.scale) for each in zip(*of_both, strict=True)]
 
 
 def _split(operand: SparseOperand | None, axis: int) -> Sequence[SparseOperand | None]:
   return (None, None) if operand is None else split(operand, axis=axis)
 
 
-def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
-  """Rescales all that `p` has to another factor."""
+def _rescaled(p: PackedWeight, scale: Array) -> PackedWeight:
+  """All that `p` has under another scale."""
 
   def rescaled(values: Array) -> Array:
     wide = as_dtype(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
-    return as_dtype(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
+    return as_dtype(jnp.uint8, (wide * (scale / p.scale).astype(jnp.bfloat16)).astype(E4M3))
 
   def operand(of: SparseOperand | None) -> SparseOperand | None:
     return None if of is None else dataclasses.replace(of, values=rescaled(of.values))
 
   dense = None if p.dense is None else rescaled(p.dense)
-  return PackedWeight(None, operand(p.forward), operand(p.input_grad), dense, factor)
+  return PackedWeight(None, operand(p.forward), operand(p.input_grad), dense, scale)

@@ -40,12 +40,12 @@ class Rounded:
   Attributes:
     values: `[tokens, features]`; None where only the backward is to read it.
     residual: what the weight gradient reads: the same, or in FP8 its transpose; None where no gradient is taken.
-    factor: in FP8 float32 scalar, undoes the scale; else None.
+    scale: in FP8 float32 scalar, what the array was multiplied with before it was rounded; else None.
   """
 
   values: Any
   residual: Any
-  factor: Any = None
+  scale: Any = None
 
   @property
   def for_backward(self) -> 'Rounded':
@@ -53,14 +53,12 @@ class Rounded:
     return dataclasses.replace(self, values=None)
 
 
-jax.tree_util.register_dataclass(Rounded, ['values', 'residual', 'factor'], [])
+jax.tree_util.register_dataclass(Rounded, ['values', 'residual', 'scale'], [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
   """The dtype of the operands; `fp8.Fp8` differs from it.
-
-  The scale of a gradient is (scale, its inverse), or (None, None) without one.
 
   Attributes:
     pass_backends: back ends of its passes over memory, the best first; None are those of the device that runs them.
@@ -85,6 +83,8 @@ class Precision:
   # the activations.
   dtype: ClassVar[Any] = None
   sample_dtype: ClassVar[Any] = None
+  # What the weight gradient of a sample is multiplied with.
+  sample_alpha: ClassVar[float] = 1.0
 
   @property
   def without_kernels(self) -> 'Precision':
@@ -150,30 +150,30 @@ class Precision:
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     """The part of a packed weight that the forward, or the input gradient, reads."""
     if role == 'forward':
-      return PackedWeight(None, p.forward, factor=p.factor)
-    return PackedWeight(None, None, p.input_grad, factor=p.factor)
+      return PackedWeight(None, p.forward, scale=p.scale)
+    return PackedWeight(None, None, p.input_grad, scale=p.scale)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
     """z `[tokens, out]`; with an epilogue its activation, or (activation(z), z), see `multiply`."""
-    scales = w.factor, x.factor
+    scales = w.scale, x.scale
     return multiply('forward', w.operand('forward'), x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     """dx `[tokens, in]`."""
-    scales = w.factor, dz.factor
+    scales = w.scale, dz.scale
     return multiply('input_grad', w.operand('input_grad'), dz.values, backend=backend, scales=scales, dtype=dtype)
 
   def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""
     return a, b
 
-  def scale_of(self, dz: Array) -> tuple[Any, Any]:
-    """The scale of a gradient."""
-    return None, None
+  def scale_of(self, dz: Array) -> Any:
+    """The scale of a gradient, or None."""
+    return None
 
-  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
-    """The scale of the dz that these give."""
-    return None, None
+  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> Any:
+    """The scale of the dz that these give, or None."""
+    return None
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:
     """The operand of the MVUE sample of dz, and dz if it is rewritten."""
@@ -197,19 +197,19 @@ class Precision:
     sampled = activation_costs.activation_backward_pack(hidden, wide, self.width(wide), gated=gated)
     return (Pass('dz, and sampled', (sampled,)),)
 
-  def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
-    """dw `[in, out]`, from the residual of x, and from what undoes the scales of the gradient and of x."""
-    layout = self.residual_layout
-    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
+  def weight_grad(self, sample: SparseOperand, x: Array, scales: tuple, *, backend: str, dtype: Any) -> Array:
+    """dw `[in, out]`, from the residual of x, and from the scales of the gradient and of x."""
+    how = dict(scales=scales, alpha=self.sample_alpha, b_layout=self.residual_layout)
+    return multiply('weight_grad', sample, x, backend=backend, dtype=dtype, **how)
 
-  def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
+  def exact_weight_grad(self, dz: Array, x: Array, scales: tuple) -> tuple[Array, Array]:
     """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz."""
     return dz, matmul(x.T, dz)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""
     total = jnp.sum(dz.values, axis=0, dtype=jnp.float32)
-    return (total if dz.factor is None else total * dz.factor).astype(dtype)
+    return (total if dz.scale is None else total / dz.scale).astype(dtype)
 
 
 NATIVE = Precision()

@@ -307,6 +307,8 @@ MUTANTS = _of(
   ('masks of another projection are not carried over', 'optim/carry_over.py',
    'and old.layouts.describe(path) == new.layouts.describe(path)', '',
    'optim/carry_over_test.py', 'another_projection'),
+  ('an op that is traced once has the line of its call', 'binding/_jax.py', 'calls[max(ops, default=0) :]', 'calls',
+   'integration/check_step_test.py', 'layers_alike'),
   ('a state that was refused stays so', 'optim/_left.py', 'worst > _MOST_MISSED, worst', 'False, worst',
    'optim/carry_over_test.py', 'set_between_steps'),
   ('a state of another recipe is refused', 'optim/_identity.py', 'return jnp.all(identity.made_by == own.ravel())',

@@ -153,7 +153,7 @@ def soft_threshold_pack(
   """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1), in one pass over `w`.
 
   In 16 bits `scale` is the frozen one of S-STE, as `soft_threshold_scale` gives it. In float8 it also brings the result
-  to the range of the type: times `current_scale(frozen * quantize.amax(w), dtype)[0]`, since |w| bounds |S(w)|. Rounded
+  to the range of the type: times `current_scale(frozen * quantize.amax(w), dtype)`, since |w| bounds |S(w)|. Rounded
   once, to nearest even; what exceeds the largest float8 becomes it, NaN stays NaN, and what rounds to zero is 0.0.
 
   Args:
@@ -206,8 +206,8 @@ def mvue_pack(
   float32, and rounded after, once, to nearest even: to round first would sample other numbers than the gradient's. A
   sampled value is at most half the sum of its group's magnitudes, twice the largest entry, so the operand takes
   `scale / 2`, where `scale` brings `x` itself to the range of the type: nothing overflows, no second maximum is taken,
-  and the binade costs no precision, only one of the 31 of e5m2 at the lower end. Factors of de-quantisation: f for the
-  dense array, `MVUE_HEADROOM` f for the operand, where scale, f = current_scale(amax(x), dtype).
+  and the binade costs no precision, only one of the 31 of e5m2 at the lower end. A result is divided by scale, and that
+  of the operand multiplied with `MVUE_HEADROOM`; scale is `current_scale(amax(x), dtype)`.
 
   Args:
     x: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.

@@ -4,6 +4,7 @@
 rule lacks. Back ends of `quantize`: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.9 on).
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,35 +21,38 @@ TRANSPOSE = ('no', 'both', 'only')
 
 # Scales stay within 2^-126 and 2^126, so that neither a scale nor its inverse is subnormal or infinite. Ours.
 _LARGEST_SCALE = 2.0**126
+# One thread block reduces so many.
+_MOST_PARTS = 4096
 
 
 def amax(x: Array) -> Array:
-  """The largest magnitude of each matrix of `x`, float32 of shape `x.shape[:-2]`; NaN if it holds one.
+  """The largest magnitudes of parts of each matrix of `x`, float32 of shape `[..., parts]`; NaN of a part with one.
 
   An XLA reduction, a pass of its own over `x` (two bytes an entry in bfloat16): the scale must be known before the
-  first entry is rounded.
+  first entry is rounded. `current_scale` reduces the parts as it makes a scale of them, in one kernel.
 
   Args:
-    x: floats, `[..., R, C]`.
+    x: floats, `[..., R, C]`; parts are runs of rows, as many as the largest power of two that divides R, up to 4,096.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import amax
-  >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])))
-  3.0
+  >>> amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])).tolist()
+  [3.0, 2.0]
   """
-  return jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.float32)
+  *lead, rows, columns = x.shape
+  parts = math.gcd(rows, _MOST_PARTS)
+  return jnp.max(jnp.abs(x).reshape(*lead, parts, rows // parts, columns), axis=(-2, -1)).astype(jnp.float32)
 
 
-def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
-  """(scale, factor): what to multiply a tensor with before rounding it to `dtype`, and the result with after.
+def current_scale(amax: Array, dtype: Any) -> Array:
+  """What to multiply a tensor with before rounding it to `dtype`, and to divide a result by after.
 
-  scale = largest / amax and factor = amax / largest, largest being that of `dtype`. Guards, which are ours: an amax of
-  zero, or so small that the scale would leave float32's range, gives the largest scale, 2^126; one that is NaN or
-  infinite gives scale 1 and factor NaN, so that an overflow upstream shows in the result and does not pass for a
-  clipped number.
+  It is largest / amax, largest being that of `dtype`. Guards, which are ours: an amax of zero, or so small that the
+  scale would leave float32's range, gives the largest scale, 2^126. One that is NaN gives NaN, and an infinite one
+  zero: a result divided by that is NaN, so that an overflow upstream shows and does not pass for a clipped number.
 
   Args:
-    amax: largest magnitudes, float32, any shape.
+    amax: largest magnitudes of the parts of a tensor, float32, `[..., parts]`.
     dtype: float8_e4m3fn (largest 448) or float8_e5m2 (57344).
 
   Raises:
@@ -56,15 +60,14 @@ def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import current_scale
-  >>> [float(x) for x in current_scale(jnp.float32(7.0), jnp.float8_e4m3fn)]
-  [64.0, 0.015625]
+  >>> float(current_scale(jnp.array([2.0, 7.0]), jnp.float8_e4m3fn))
+  64.0
   """
   largest = float(jnp.finfo(_float8(dtype)).max)
   amax = jnp.asarray(amax, jnp.float32)
   bounded = jnp.maximum(amax, jnp.float32(largest / _LARGEST_SCALE))
-  finite = jnp.isfinite(amax)
-  scale = jnp.where(finite, jnp.float32(largest) / jnp.where(finite, bounded, jnp.float32(1)), jnp.float32(1))
-  return scale, jnp.where(finite, bounded / jnp.float32(largest), jnp.float32(jnp.nan))
+  # The smallest of the scales of the parts: XLA divides on its way into the reduction, and not on its way out.
+  return jnp.min(jnp.float32(largest) / bounded, axis=-1)
 
 
 def quantize(
@@ -118,18 +121,18 @@ def _on_a_part(shard: _partitioning.Shard, *args: Array, asked: tuple[Any, Any],
 
 
 def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: Any = jnp.bfloat16) -> Array:
-  """a_scale b_scale a . b^T with float32 sums: the dense float8 matmul, both operands with K contiguous.
+  """a . b^T / (a_scale b_scale) with float32 sums: the dense float8 matmul, both operands with K contiguous.
 
   For the input gradient dx[T, I] = dz[T, O] W~[I, O]^T. Written so that XLA on compute capability 8.9 and newer makes
   it one cuBLASLt float8 matmul that takes the scales (`__cublas$lt$matmul$f8`): the float8 operands go into the matmul
-  as they are, which keeps every other lowering exact too, the result is asked for in the 16-bit type, and the scales
-  multiply it.
+  as they are, which keeps every other lowering exact too, the result is asked for in the 16-bit type, and one number
+  made of the scales multiplies it.
 
   Args:
     a: [M, K], float8_e4m3fn or float8_e5m2.
     b: [N, K], float8_e4m3fn or float8_e5m2; cuBLASLt lacks e5m2 for both.
-    a_scale: float32 scalar, the factor of de-quantisation of `a`.
-    b_scale: that of `b`.
+    a_scale: float32 scalar, what `a` was multiplied with before it was rounded.
+    b_scale: what `b` was.
     out_dtype: bfloat16 or float16 (whose range must hold the sum before it is scaled), or float32.
 
   Returns:
@@ -141,8 +144,8 @@ def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: An
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import fp8_dot
   >>> a, b = jnp.ones((2, 16), jnp.float8_e5m2), jnp.ones((3, 16), jnp.float8_e4m3fn)
-  >>> fp8_dot(a, b, jnp.float32(0.5), jnp.float32(2))[0].tolist()
-  [16.0, 16.0, 16.0]
+  >>> fp8_dot(a, b, jnp.float32(0.5), jnp.float32(4))[0].tolist()
+  [8.0, 8.0, 8.0]
   """
   for operand in (a, b):
     _float8(operand.dtype)
@@ -150,9 +153,10 @@ def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: An
     raise ValueError(f'a [M, K] and b [N, K] must be matrices with the same K, found {a.shape} and {b.shape}')
   if jnp.shape(a_scale) or jnp.shape(b_scale):
     raise ValueError(f'scales must be scalars, found shapes {jnp.shape(a_scale)} and {jnp.shape(b_scale)}')
-  scale = jnp.asarray(a_scale, jnp.float32) * jnp.asarray(b_scale, jnp.float32)
+  # Each inverted by itself: the product of two large scales would be infinite.
+  factor = 1 / jnp.asarray(a_scale, jnp.float32) * (1 / jnp.asarray(b_scale, jnp.float32))
   d = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
-  return d * scale.astype(d.dtype)
+  return d * factor.astype(d.dtype)
 
 
 def _float8(dtype: Any) -> jnp.dtype:

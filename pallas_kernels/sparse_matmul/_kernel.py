@@ -10,6 +10,7 @@ tile is stored. By `halves='k'` each owns every other stage of all rows, and the
 from collections.abc import Callable
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -39,9 +40,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
 
   Returns:
-    A function (values [M, K/2], metadata, b, *vectors) -> (D,), or (D, Z) with `keep_preactivation`, where vectors are
-    the float32 row scale and bias, padded to whole tiles of M, and the column scale, padded to whole tiles of N, in
-    this order and as far as `p` has them.
+    A function (values [M, K/2], metadata, b, *factors) -> (D,), or (D, Z) with `keep_preactivation`, where factors are
+    in float32 scales of shape [1], the inverse of the row scale and the bias, padded to whole tiles of M, and the
+    inverse of the column scale, padded to whole tiles of N, in this order and as far as `p` has them.
   """
   check_config(p, c)
   stages, unroll, tile_m = c.stages, c.unroll, c.tile_m
@@ -96,6 +97,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   consumer_registers = min(240, (3 * 168 - producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, metadata, b, *rest):
+    scalars, rest = rest[: p.scalars], rest[p.scalars :]
     vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
     # D, then Z if it is kept.
     outs, partial = rest[len(vectors) :][:num_outs], rest[len(vectors) + num_outs :]
@@ -227,11 +229,15 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           return first + item.steps
 
         def store(result, mi, ni):
+          # Inverted here: made before, each would be one more kernel to launch.
+          factor = functools.reduce(operator.mul, [1 / scalar[0] for scalar in scalars], p.alpha)
           for i in range(c.rows // 64):
             row = mi * tile_m + (0 if by_steps else warpgroup * c.rows) + i * 64
             for j in range(c.bn // c.epilogue_n):
               column = ni * c.bn + j * c.epilogue_n
               chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n]
+              if scalars or p.alpha != 1:
+                chunk = chunk * factor
               if row_scale is not None:
                 chunk = chunk * _along(row_scale, row, chunk.shape, 0)
               if column_scale is not None:

@@ -49,7 +49,7 @@ def problem(spec: arg_specs.Spec) -> mosaic_gpu.Problem:
   out = jnp.dtype('bfloat16') if eight_bit else spec.dtype
   return mosaic_gpu.Problem(
     *spec.mnk, spec.dtype, spec.b_dtype, out, spec.b_layout, spec.out_layout,
-    row_scale=eight_bit and spec.role != 'plain',
+    scalars=2 if eight_bit and spec.role != 'plain' else 0,
   )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _dense_jobs(p: mosaic_gpu.Problem, args: Sequence[Any], *options: Any) -> li
 def sparse(
   p: mosaic_gpu.Problem, config: Any, kernel: Callable[..., Any], device: _device.Device
 ) -> Callable[..., Array]:
-  vectors = Vectors(a_scale=jnp.float32(1) if p.row_scale else None)
+  vectors = Vectors(None, *[jnp.float32(1)] * p.scalars)
   return functools.partial(kernel, vectors=vectors, call=p.call, config=config, device=device)
 
 

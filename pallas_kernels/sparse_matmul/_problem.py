@@ -76,9 +76,11 @@ class Problem:
     out_layout: 'mn' or 'nm'.
     activation: a key of `ACTIVATIONS`, or None.
     bias: whether there is one.
-    row_scale: whether rows of the accumulator are scaled.
-    column_scale: whether its columns are.
+    scalars: how many scales the accumulator has as a whole, up to two.
+    row_scale: whether each of its rows has one of its own.
+    column_scale: whether each of its columns has.
     keep_preactivation: whether D is stored before the activation too.
+    alpha: what the accumulator is multiplied with.
   """
 
   m: int
@@ -91,14 +93,16 @@ class Problem:
   out_layout: str = 'mn'
   activation: str | None = None
   bias: bool = False
+  scalars: int = 0
   row_scale: bool = False
   column_scale: bool = False
   keep_preactivation: bool = False
+  alpha: float = 1.0
 
   @property
   def call(self) -> Call:
     """What a back end is asked for."""
-    return Call(self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation)
+    return Call(self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation, self.alpha)
 
   @property
   def key(self) -> dict[str, Any]:

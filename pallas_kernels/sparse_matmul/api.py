@@ -38,9 +38,10 @@ def sparse_matmul(
   b_layout: str = 'nk',
   out_layout: str = 'mn',
   keep_preactivation: bool = False,
+  alpha: float = 1.0,
   implementation: str | None = None,
 ) -> Any:
-  """D = activation(A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
+  """D = activation(alpha A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
 
   Only A can be sparse on the hardware, and D has A's rows. The three matmuls of a layer y[T, O] = x[T, I] W[I, O] are
 
@@ -61,13 +62,15 @@ def sparse_matmul(
     b: B, [N, K] for 'nk' or [K, N] for 'kn'; same dtype as A, or any float8 if A is float8.
     bias: [M], one entry a row of A (an output feature), or None.
     activation: None, 'gelu' (tanh form), 'gelu_exact' (by erf), 'silu', 'relu' or 'squared_relu'.
-    a_scale: scalar or [M] factor of A's rows (float8 de-quantisation), or None.
-    b_scale: scalar or [N] factor of B's columns, or None.
+    a_scale: what A, or each of its rows, was multiplied with before it was rounded, by which D is divided before bias
+      and activation; scalar or [M], as `quantize.current_scale` gives it, or None.
+    b_scale: the same of B, or of its columns; scalar or [N], or None.
     out_dtype: float32, bfloat16 or float16; None is A's dtype, or bfloat16 if A is float8.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
     keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
       on its way to D. Needs an activation.
+    alpha: a number that A . B is multiplied with.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
       None: the fastest by the records of this GPU under `pallas_kernels/tuned`; where nothing near was measured, by a
@@ -102,7 +105,7 @@ def sparse_matmul(
     m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
     check=_device.arrays_are_whole(),
   )
-  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation)
+  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation, float(alpha))
   vectors = Vectors(_float32(bias), _float32(a_scale), _float32(b_scale))
   return _call(_Asked(implementation, tuple(candidates), call), a, b, vectors)
 
@@ -151,7 +154,7 @@ def _on_a_part(shard: _partitioning.Shard, b: Array, a: Any, vectors: Vectors, *
   # What follows the sum waits for the other devices. Parts are rounded to the dtype of D before they are added.
   of_parts = dataclasses.replace(call, activation=None, keep_preactivation=False)
   d = shard.sum(run(vectors._replace(bias=None), call=of_parts), 'k')
-  left = Vectors(vectors.bias)
+  left, call = Vectors(vectors.bias), dataclasses.replace(call, alpha=1.0)
   if call.is_plain(left):
     return d
   return reference.results((d if call.out_layout == 'mn' else d.T).astype(jnp.float32), left, call)

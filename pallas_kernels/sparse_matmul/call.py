@@ -8,17 +8,22 @@ import jax.numpy as jnp
 
 
 class Vectors(NamedTuple):
-  """What A . B is scaled and shifted by, in float32.
+  """What A . B is divided by and what is added to it, in float32.
 
   Attributes:
     bias: [M], or None.
-    a_scale: scalar or [M], or None for 1.
-    b_scale: scalar or [N], or None for 1.
+    a_scale: scalar or [M], what A was multiplied with before; None for 1.
+    b_scale: scalar or [N], what B was.
   """
 
   bias: Array | None = None
   a_scale: Array | None = None
   b_scale: Array | None = None
+
+  @property
+  def scalars(self) -> list[Array]:
+    """The scales that are one number."""
+    return [scale for scale in (self.a_scale, self.b_scale) if scale is not None and scale.ndim == 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Call:
     out_layout: D is [M, N] ('mn') or [N, M] ('nm').
     activation: a key of `ACTIVATIONS`, or None.
     keep_preactivation: whether Z, which the activation is applied to, is returned beside D.
+    alpha: what A . B is multiplied with.
   """
 
   out_dtype: jnp.dtype
@@ -38,6 +44,7 @@ class Call:
   out_layout: str
   activation: str | None = None
   keep_preactivation: bool = False
+  alpha: float = 1.0
 
   def sizes(self, a: Any, b: Array) -> tuple[int, int, int]:
     """(M, N, K)."""
@@ -46,4 +53,4 @@ class Call:
 
   def is_plain(self, vectors: Vectors) -> bool:
     """Whether D is A . B, and nothing follows."""
-    return self.activation is None and all(x is None for x in vectors)
+    return self.activation is None and self.alpha == 1 and all(x is None for x in vectors)

@@ -26,7 +26,7 @@ def outcome(device: _device.Device, key: Mapping[str, Any]) -> _checks.Entry | N
 def _problem(m: int, n: int, k: int, dtype: str, out_dtype: str, b_layout: str, out_layout: str) -> mosaic_gpu.Problem:
   a, eight_bit = jnp.dtype(dtype), jnp.dtype(dtype).itemsize == 1
   b = jnp.dtype('float8_e4m3fn') if eight_bit else a
-  return mosaic_gpu.Problem(m, n, k, a, b, jnp.dtype(out_dtype), b_layout, out_layout, row_scale=eight_bit)
+  return mosaic_gpu.Problem(m, n, k, a, b, jnp.dtype(out_dtype), b_layout, out_layout, scalars=2 * eight_bit)
 
 
 def _entry(p: mosaic_gpu.Problem, own: OwnKernel, settings: list[Any]) -> _checks.Entry:

@@ -68,14 +68,14 @@ def sparse_matmul(
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
   operand.check_layout(a, layout=WGMMA.layout)
   m, n, k = call.sizes(a, b)
-  bias, a_scale, b_scale = vectors
-  column_scale = b_scale is not None and b_scale.ndim == 1
   p = Problem(
     m, n, k, a.dtype, b.dtype, call.out_dtype, call.b_layout, call.out_layout, call.activation,
-    bias=bias is not None,
-    row_scale=a_scale is not None or (b_scale is not None and not column_scale),
-    column_scale=column_scale,
+    bias=vectors.bias is not None,
+    scalars=len(vectors.scalars),
+    row_scale=_is_vector(vectors.a_scale),
+    column_scale=_is_vector(vectors.b_scale),
     keep_preactivation=call.keep_preactivation,
+    alpha=call.alpha,
   )
   config = config or for_outputs(p, chosen_config(p, device))
   padded = _padded(p, config)
@@ -125,19 +125,18 @@ def _boxes(size: int, box: int, least: int = 1) -> int:
 
 
 def _factors(p: Problem, c: Config, vectors: Vectors) -> list[Array]:
-  """Row scale, bias and column scale, as far as there are any, padded to whole tiles."""
-  bias, a_scale, b_scale = vectors
+  """Scalar scales, row scale inverted, bias and column scale inverted, as far as there are any, in whole tiles."""
   rows, columns = (ceil(size, tile) * tile for size, tile in zip((p.m, p.n), c.cluster_tile, strict=True))
-  out = []
-  if p.row_scale:
-    scale = jnp.float32(1) if a_scale is None else a_scale
-    scale = scale if p.column_scale or b_scale is None else scale * b_scale
-    out.append(jnp.broadcast_to(scale, (rows,)) if scale.ndim == 0 else operand.pad_to(scale, (rows,)))
-  if p.bias:
-    out.append(operand.pad_to(bias, (rows,)))
-  if p.column_scale:
-    out.append(operand.pad_to(b_scale, (columns,)))
-  return out
+  row, column = (1 / scale if _is_vector(scale) else None for scale in vectors[1:])
+  found = [
+    operand.pad_to(vector, (size,))
+    for vector, size in ((row, rows), (vectors.bias, rows), (column, columns)) if vector is not None
+  ]  # fmt: skip
+  return [scalar.reshape(1) for scalar in vectors.scalars] + found
+
+
+def _is_vector(scale: Array | None) -> bool:
+  return scale is not None and scale.ndim == 1
 
 
 def chosen_config(p: Problem, device: _device.Device) -> Config:

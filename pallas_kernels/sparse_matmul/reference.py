@@ -1,4 +1,4 @@
-"""The meaning of `sparse_matmul`: D = activation(scale * (A . B) + bias), in plain jnp with float32 accumulation."""
+"""The meaning of `sparse_matmul`: D = activation(alpha (A . B) / scales + bias), in plain jnp with float32 sums."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ def sparse_matmul(
   vectors: Vectors,
   call: Call,
 ) -> Any:
-  """D[m, n] = activation(a_scale[m] b_scale[n] sum_k A[m, k] B[k, n] + bias[m]), rounded once at the end.
+  """D[m, n] = activation(alpha / (a_scale[m] b_scale[n]) sum_k A[m, k] B[k, n] + bias[m]), rounded once at the end.
 
   Args:
     a: A, [M, K].
     b: B, as `call.b_layout` says.
     vectors: bias and scales.
-    call: what is returned.
+    call: what is returned, and alpha.
 
   Returns:
     D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values.
@@ -55,16 +55,17 @@ def results(d: Array, vectors: Vectors, call: Call) -> Any:
     x = x.astype(call.out_dtype)
     return x if call.out_layout == 'mn' else x.T
 
-  z = preactivation(d, vectors)
+  z = preactivation(d, vectors, call.alpha)
   d = stored(activate(z, call.activation))
   return (d, stored(z)) if call.keep_preactivation else d
 
 
-def preactivation(d: Array, vectors: Vectors) -> Array:
-  """What follows the sum, scales and bias on the float32 [M, N] accumulator."""
+def preactivation(d: Array, vectors: Vectors, alpha: float = 1.0) -> Array:
+  """What follows the sum, alpha, scales and bias on the float32 [M, N] accumulator."""
   bias, a_scale, b_scale = vectors
+  d = d if alpha == 1 else d * jnp.float32(alpha)
   if a_scale is not None:
-    d = d * jnp.broadcast_to(a_scale, d.shape[:1])[:, None]
+    d = d * jnp.broadcast_to(1 / a_scale, d.shape[:1])[:, None]
   if b_scale is not None:
-    d = d * jnp.broadcast_to(b_scale, d.shape[1:])[None, :]
+    d = d * jnp.broadcast_to(1 / b_scale, d.shape[1:])[None, :]
   return d if bias is None else d + bias[:, None]

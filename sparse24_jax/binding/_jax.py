@@ -83,6 +83,8 @@ def under(equation: Any) -> Iterator[None]:
     yield
 
 
+# Ops of this library that are traced once for layers that are alike: their lines are those of the first call.
+_TRACED_ONCE = ('_dot', '_fused')
 # Libraries whose layers call matmuls on behalf of a model.
 _IN_A_LIBRARY = re.compile(r'-packages[/\\](flax|equinox|jaxtyping)[/\\]')
 
@@ -93,8 +95,9 @@ def source_of(equation: Any) -> str:
   JAX's own functions may keep none of what they are made of: then of the call. So it is asked for where the call is
   followed (`inside`), and not later.
   """
-  of_a_library = None
-  for call in (equation, *reversed(_enclosing.get())):
+  of_a_library, calls = None, [equation, *reversed(_enclosing.get())]
+  ops = (i for i, call in enumerate(calls) if name_of(call) == 'jit' and call.params['name'] in _TRACED_ONCE)
+  for call in calls[max(ops, default=0) :]:
     for frame in source_info_util.user_frames(call.source_info.traceback):
       line = f'{frame.file_name}:{frame.start_line}:{frame.start_column} ({frame.function_name})'
       if not _IN_A_LIBRARY.search(line):

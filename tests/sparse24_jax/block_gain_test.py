@@ -162,7 +162,7 @@ class Fp8LayerTest(parameterized.TestCase):
 
     with records():
       layer = gain_of(*lead)
-    self.assertEqual(layer.packed_bytes, size((packed.forward, packed.dense, packed.factor)))
+    self.assertEqual(layer.packed_bytes, size((packed.forward, packed.dense, packed.scale)))
     self.assertEqual(layer.state_bytes, size(state))
     self.assertEqual(layer.saved_bytes, math.prod(lead) * TOKENS * D_IN)
 

@@ -18,6 +18,7 @@ from sparse24_jax import linear_layer
 from sparse24_jax.ffn import _fused, ffn_at
 from tests import oracles
 from tests.oracles import activation_and_slope, assert_close
+from tests.sparse24_jax import layers_alike
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 D, HIDDEN, OUT = 16, 64, 24
@@ -134,7 +135,8 @@ class FormulaTest(parameterized.TestCase):
         hidden_sharding=None,
       )  # fmt: skip
 
-    with mock.patch.object(importlib.import_module('sparse24_jax.ffn'), '_fused', wraps=_fused) as fused:
+    fused = mock.patch.object(importlib.import_module('sparse24_jax.ffn'), '_fused', wraps=_fused)
+    with fused as fused, layers_alike.traced_one_by_one():
       y, vjp = jax.vjp(run, x, weights, biases)
     self.assertEqual(fused.called, policy.implementation == 'dense')
     given = policy, activation, x, weights, biases, states, dy
@@ -167,7 +169,8 @@ class FormulaTest(parameterized.TestCase):
     policy = dataclasses.replace(POLICIES['reference'], precision=precision)
     x, weights, _, states, dy = problem(gated=True, biased=False, dtype=F32)
     drawn = []
-    with mock.patch.object(linear_layer, 'mvue24', lambda dz, key, **where: drawn.append((key, where)) or dz):
+    draw = mock.patch.object(linear_layer, 'mvue24', lambda dz, key, **where: drawn.append((key, where)) or dz)
+    with draw, layers_alike.traced_one_by_one():
       jax.make_jaxpr(lambda key: value_and_cotangents(policy, 'relu', x, weights, {}, states, dy, key))(KEY)
     down, *hidden = drawn
     self.assertLen({id(key) for key, _ in drawn}, 2)

@@ -21,7 +21,7 @@ from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.draws import parameters
 from tests.oracles import assert_close
-from tests.sparse24_jax import fp8_oracles
+from tests.sparse24_jax import fp8_oracles, layers_alike
 from tests.sparse24_jax.fp8_problems import (
   BF16,
   block,
@@ -215,7 +215,7 @@ class DotTest(parameterized.TestCase):
     values, factor = fp8_oracles.f8_weights([self.w], [self.state])
     np.testing.assert_array_equal(unpacked(packed), values)
     np.testing.assert_array_equal(oracles.wide(packed.matrix), values)
-    self.assertAlmostEqual(float(packed.factor), float(factor), places=8)
+    self.assertAlmostEqual(1 / float(packed.scale), float(factor), places=8)
     self.assertGreater(abs(values).max(), 240)  # beyond an e4m3 with infinities
     with mock.patch.object(pack, 'soft_threshold_pack', side_effect=AssertionError('packed again')):
       found = jax.eval_shape(functools.partial(dot_and_gradients.__wrapped__, KERNELS), self.x, self.w, packed,
@@ -231,7 +231,7 @@ class DotTest(parameterized.TestCase):
     x, dz, state = draw(4, count, 8, D), draw(5, count, 8, OUT), init(w)
     keys = jax.random.split(KEY, count)
     packed = pack_weight(w, state)
-    self.assertEqual((packed.dense.shape, packed.factor.shape), (w.shape, (count,)))
+    self.assertEqual((packed.dense.shape, packed.scale.shape), (w.shape, (count,)))
     found = jit(jax.vmap(functools.partial(dot_and_gradients.__wrapped__, KERNELS)))(x, w, state, dz, keys)
     for i in range(count):
       own = jax.tree.map(lambda a, i=i: a[i], packed)
@@ -269,7 +269,7 @@ class DotTest(parameterized.TestCase):
       asked.append(transpose)
       return quantize(x, scale, transpose=transpose, **options)
 
-    with mock.patch.object(fp8.quantize, 'quantize', spy):
+    with mock.patch.object(fp8.quantize, 'quantize', spy), layers_alike.traced_one_by_one():
       plain = s24.dot(x, w, state, policy=KERNELS)
       kept, _ = jax.vjp(lambda x: s24.dot(x, w, state, policy=KERNELS, key=KEY), x)
     self.assertEqual(asked, ['no', 'both'])

@@ -75,7 +75,7 @@ class DotTest(parameterized.TestCase):
     np.testing.assert_array_equal(unpacked(packed), values)
     along_out = oracles.wide(formats.decompress(from_operand(packed.operand('input_grad'))))
     np.testing.assert_array_equal(along_out, values)
-    self.assertEqual((packed.dense, packed.dtype, float(packed.factor)), (None, jnp.float8_e4m3fn, factor))
+    self.assertEqual((packed.dense, packed.dtype, 1 / float(packed.scale)), (None, jnp.float8_e4m3fn, factor))
     self.assertGreater(abs(values).max(), 240)  # lost where they are taken for an e4m3 with infinities
     with mock.patch.object(pack, 'masked_pack', side_effect=AssertionError('packed again')):
       found = jit(functools.partial(dot_and_gradients.__wrapped__, MASKED))(x, w, packed, dz, KEY)
@@ -88,7 +88,7 @@ class DotTest(parameterized.TestCase):
     x, dz, masks = draw(4, count, 8, D), draw(5, count, 8, OUT), init_masks(w)
     keys = jax.random.split(KEY, count)
     packed = pack_weight(w, masks)
-    self.assertEqual(packed.factor.shape, (count,))
+    self.assertEqual(packed.scale.shape, (count,))
     found = jit(jax.vmap(functools.partial(dot_and_gradients.__wrapped__, MASKED)))(x, w, masks, dz, keys)
     for i in range(count):
       own = jax.tree.map(lambda a, i=i: a[i], packed)

@@ -21,6 +21,7 @@ from sparse24_jax.layer_plan import Backends, LayerPlan
 from sparse24_jax.plan import may_pack, plan_layer
 from sparse24_jax.precision import Precision
 from tests import targets
+from tests.sparse24_jax import layers_alike
 
 H100, A100 = targets.target_device('sm_90a'), targets.target_device('sm_80')
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -156,6 +157,7 @@ class PlanTest(parameterized.TestCase):
     with (
       mock.patch.object(api, 'sparse_matmul', sparse_matmul),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),  # what a mesh may divide is traced more than once
+      layers_alike.traced_one_by_one(),
     ):
       def loss(x, w):
         return s24.dot(x, w, state, policy=policy, key=KEY).astype(F32).sum()
@@ -368,7 +370,7 @@ class PartsTest(absltest.TestCase):
     dw = np.einsum('tk,tic->ikc', x, dz + 100 * np.arange(32).reshape(2, 16))
 
     def one(dh, z):
-      scales = None, None, None
+      scales = None, None
       options = dict(backend='dense', activation='relu', gated=True, precision=Numbering())
       return linear_layer._activation_and_weight_grad(self.SHARD, dh, z, KEY, x, *scales, **options)
 

@@ -37,31 +37,37 @@ class CurrentScaleTest(parameterized.TestCase):
   @parameterized.parameters(E4M3, E5M2)
   def test_brings_the_largest_entry_to_the_largest_value(self, dtype):
     amax = jnp.array([1e-30, 0.37, 1.0, 3e38], jnp.float32)
-    scale, factor = api.current_scale(amax, dtype)
+    scale = api.current_scale(amax[:, None], dtype)
     np.testing.assert_allclose(np.asarray(amax, np.float64) * np.asarray(scale), LARGEST[dtype], rtol=3e-7)
-    np.testing.assert_allclose(np.asarray(scale, np.float64) * np.asarray(factor), 1.0, rtol=3e-7)
+    self.assertEqual(api.current_scale(amax[:3], dtype), scale[2])  # the largest of parts
 
   @parameterized.parameters(0.0, 1e-45, 1e-39, 2e-38)
-  def test_a_tiny_maximum_keeps_scale_and_factor_normal(self, amax):
+  def test_a_tiny_maximum_keeps_the_scale_and_its_inverse_normal(self, amax):
     for dtype in (E4M3, E5M2):
-      scale, factor = (float(x) for x in api.current_scale(jnp.float32(amax), dtype))
-      self.assertTrue(2.0**-126 <= factor < 1 < scale <= 2.0**126)
+      scale = float(api.current_scale(jnp.array([amax], jnp.float32), dtype))
+      self.assertTrue(1 < scale <= 2.0**126)
 
   def test_a_zero_tensor_stays_zero(self):
-    scale, factor = api.current_scale(api.amax(jnp.zeros((4, 4))), E4M3)
+    scale = api.current_scale(api.amax(jnp.zeros((4, 4))), E4M3)
     q = api.quantize(jnp.zeros((4, 4)), scale, dtype=E4M3)
-    np.testing.assert_array_equal(np.asarray(q).astype(np.float32) * np.asarray(factor), np.zeros((4, 4)))
+    np.testing.assert_array_equal(np.asarray(q).astype(np.float32) / np.asarray(scale), np.zeros((4, 4)))
 
-  @parameterized.parameters(np.nan, np.inf)
+  @parameterized.parameters(np.nan, np.inf, -np.inf)
   def test_an_overflow_shows(self, special):
     x = jnp.ones((4, 4)).at[1, 2].set(special)
-    scale, factor = api.current_scale(api.amax(x), E5M2)
-    self.assertEqual(float(scale), 1.0)
-    self.assertTrue(np.isnan(factor))
+    for dtype in (E4M3, E5M2):
+      scale = api.current_scale(api.amax(x), dtype)
+      q = api.quantize(x, scale, dtype=dtype)
+      found = api.fp8_dot(q, jnp.ones((4, 4), E4M3), scale, jnp.float32(1), out_dtype=jnp.float32)
+      self.assertTrue(np.isnan(found).all())
 
-  def test_one_scale_a_matrix(self):
-    x = gaussian(0, (3, 8, 12), jnp.bfloat16)
-    np.testing.assert_array_equal(api.amax(x), np.abs(np.asarray(x).astype(np.float32)).max((1, 2)))
+  @parameterized.parameters((8, 8), (12, 4), (3, 1), (3 * 2**13, 2**12))
+  def test_one_scale_a_matrix(self, rows, parts):
+    x = gaussian(0, (3, rows, 12), jnp.bfloat16)
+    found, largest = api.amax(x), np.abs(np.asarray(x).astype(np.float32)).max((1, 2))
+    self.assertEqual(found.shape, (3, parts))
+    np.testing.assert_array_equal(np.max(found, -1), largest)
+    np.testing.assert_array_equal(api.current_scale(found, E4M3), np.float32(448) / largest)
 
 
 class QuantizeTest(parameterized.TestCase):
@@ -110,9 +116,9 @@ class Fp8DotTest(parameterized.TestCase):
   def test_is_the_scaled_matmul(self, a_dtype, b_dtype, out_dtype, tolerance):
     a = gaussian(0, (48, 64)).astype(a_dtype)
     b = gaussian(1, (32, 64)).astype(b_dtype)
-    found = np.asarray(api.fp8_dot(a, b, jnp.float32(0.3), jnp.float32(7.0), out_dtype=out_dtype))
+    found = np.asarray(api.fp8_dot(a, b, jnp.float32(3), jnp.float32(0.25), out_dtype=out_dtype))
     self.assertEqual(found.dtype, out_dtype)
-    expected = 0.3 * 7.0 * (np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T)
+    expected = (np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T) / 0.75
     self.assertLess(np.linalg.norm(found.astype(np.float64) - expected), tolerance * np.linalg.norm(expected))
 
   @unittest.skipUnless(compiling.can_compile_for_gpu(), 'the CUDA plug-in is not installed')

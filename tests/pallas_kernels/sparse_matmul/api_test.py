@@ -61,18 +61,18 @@ class MeaningTest(parameterized.TestCase):
     a, b, dense = _inputs(dtype='float16')
     bias, a_scale = np.linspace(-1, 1, 6, dtype=np.float32), np.linspace(0.5, 2, 6, dtype=np.float32)
     b_scale = 0.25
-    options = dict(activation=activation, out_dtype=jnp.float32)
+    options = dict(activation=activation, alpha=3.0, out_dtype=jnp.float32)
     given = dict(bias=bias, a_scale=a_scale, b_scale=np.float32(b_scale))
     found = jit(functools.partial(api.sparse_matmul, **options))(a, b, **given)
     d = dense @ np.asarray(b, np.float64).T
-    expected = _ORACLES[activation](d * a_scale[:, None] * b_scale + bias[:, None])
+    expected = _ORACLES[activation](3 * d / a_scale[:, None] / b_scale + bias[:, None])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
   def test_scale_by_column(self):
     a, b, dense = _inputs(dtype='bfloat16')
     b_scale = np.linspace(0.5, 2, 5, dtype=np.float32)
     found = api.sparse_matmul(a, b, b_scale=jnp.asarray(b_scale), out_dtype=jnp.float32)
-    np.testing.assert_allclose(found, (dense @ np.asarray(b, np.float64).T) * b_scale, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, (dense @ np.asarray(b, np.float64).T) / b_scale, rtol=1e-4, atol=1e-5)
 
   def test_float8_of_two_kinds_gives_bfloat16(self):
     a, b, dense = _inputs(dtype='float8_e4m3fn')
@@ -106,7 +106,7 @@ class MeaningTest(parameterized.TestCase):
       activation=activation, out_layout=out_layout, keep_preactivation=True, implementation=implementation
     )
     d, z = jit(functools.partial(api.sparse_matmul, **options))(a, b, bias=bias, b_scale=np.float32(b_scale))
-    expected = dense @ np.asarray(b, np.float64).T * b_scale + bias[:, None]
+    expected = dense @ np.asarray(b, np.float64).T / b_scale + bias[:, None]
     expected = expected if out_layout == 'mn' else expected.T
     # Half a unit in the last place and float32's errors: the activation of a rounded Z can be off by more.
     for found, oracle in ((z, expected), (d, _ORACLES[activation](expected))):

@@ -99,7 +99,7 @@ class TuneTest(parameterized.TestCase):
   def test_in_8_bits_the_dense_matmul_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
     spec = arg_specs.Spec(64, 128, 192, role, jnp.dtype(dtype))
     p = _prepared.problem(spec)
-    self.assertEqual((p.b_dtype.name, p.b_layout, p.row_scale), ('float8_e4m3fn', 'nk', True))
+    self.assertEqual((p.b_dtype.name, p.b_layout, p.scalars), ('float8_e4m3fn', 'nk', 2))
     seen = []
 
     def times(f, args, iterations):

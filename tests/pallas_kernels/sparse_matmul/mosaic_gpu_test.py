@@ -131,10 +131,12 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, _SMALL_FP8, None, a_scale, b_scale, out_dtype=jnp.dtype('float32'))
 
   @pytest.mark.slow
-  def test_float8_with_one_scale(self):
+  def test_float8_with_scalars(self):
     a, b = _inputs(64, 64, 384, _E4M3, _E4M3, 'nk')
     config = dataclasses.replace(_SMALL_FP8, delay=1)
-    self._check(a, b, config, None, jnp.float32(0.25), jnp.float32(4.0))
+    scalar = jnp.float32(4.0)
+    for a_scale in (None, jnp.float32(0.25), _linspace(0.5, 2.0, 64)):
+      self._check(a, b, config, None, a_scale, scalar, alpha=2.0)
 
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
@@ -225,11 +227,11 @@ _PROGRAMS = {
     (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
     dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8,
   ),
-  'float8_drained': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
+  'float8_drained': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales='vectors'), 4),
   # Twice the metadata of 16 bits, in registers that the producer does without.
-  'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128), dict(scales=True), 8),
+  'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128), dict(scales='scalars'), 8),
   'float8_split': (
-    (3072, 768, 32768), _E4M3, mosaic_gpu.Config(bk=128, split=4, slots=2), dict(scales=True, out_layout='nm'), 8
+    (3072, 768, 32768), _E4M3, mosaic_gpu.Config(bk=128, split=4, slots=2), dict(scales='scalars', out_layout='nm'), 8
   ),
   'ragged': ((100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
   'side_by_side': ((1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
@@ -251,7 +253,7 @@ _PROGRAMS = {
   'few_columns_float8': (
     (4096, 16, 4096), _E4M3,
     mosaic_gpu.Config(rows=64, bn=16, bk=128, stages=16, cluster=1, split=4, epilogue_n=16),
-    dict(scales=True, out_layout='nm'), 4,
+    dict(scales='scalars', out_layout='nm'), 4,
   ),
   'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
 }
@@ -264,14 +266,15 @@ def _program(name):
   return _report(shape, dtype, config, **kwargs)
 
 
-def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
+def _report(shape, dtype, config, *, bias=False, scales='none', **kwargs):
   m, n, k = shape
   call = Call(**dict(out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs)
   s, f32 = targets.struct, jnp.float32
   args = [s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32)]
   args += [s((n, k) if call.b_layout == 'nk' else (k, n), dtype)]
   args += [s((m,), f32)] if bias else []
-  args += [s((m,), f32), s((n,), f32)] if scales else []
+  shapes = {'none': [], 'scalars': [(), ()], 'vectors': [(m,), (n,)]}[scales]
+  args += [s(shape, f32) for shape in shapes]
 
   def f(values, metadata, b, *rest):
     rest = list(rest)

@@ -173,6 +173,28 @@ class CheckStepTest(parameterized.TestCase):
     ):
       s24.check_step(step, given, jax.eval_shape(tx.init, given), X)
 
+  def test_the_line_is_of_the_model_that_is_checked_where_another_has_layers_alike(self):
+    """An op is traced once for both, with the lines of the first."""
+    recipe, given = RECIPES['fst'], {'up': np.ones((16, 16), np.float32)}
+    tx = s24.sparse_training(optax.adam(1e-3), recipe, phase='dense')
+
+    def first(params, x):
+      return ((x @ params['up']) ** 2).mean()
+
+    def second(params, x):
+      return ((x @ params['up']) ** 2).mean()
+
+    for model in (first, second):
+      sparse = s24.sparsify(model, recipe)
+
+      def step(params, state, x, sparse=sparse):
+        variables = s24.sparse_variables(params, None, recipe)
+        updates, state = tx.update(jax.grad(sparse)(params, variables, jax.random.key(0), x), state, params)
+        return optax.apply_updates(params, updates), state
+
+      with self.assertRaisesRegex(ValueError, rf'check_step_test.py:{inspect.getsourcelines(model)[1] + 1}\b'):
+        s24.check_step(step, given, jax.eval_shape(tx.init, given), X)
+
   def test_both_phases_in_one_program(self):
     """By branches; a metric of the sparse model in the dense one does not count, its gradient does."""
     params = {'w': params_of()['up'][0]}
