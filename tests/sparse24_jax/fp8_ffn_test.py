@@ -16,7 +16,7 @@ from sparse24_jax import block_plan, fp8
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
-from tests.sparse24_jax import fp8_oracles
+from tests.sparse24_jax import fp8_oracles, layers_alike
 from tests.sparse24_jax.ffn_transformations_test import equations
 from tests.sparse24_jax.fp8_problems import (
   BF16,
@@ -54,12 +54,13 @@ class FfnTest(parameterized.TestCase):
     def plan(policy, tokens, d_in, d_out, *_, **__):
       loses = (d_in, d_out) == SHAPES[dense]
       backends = Backends(None if loses else 'dense', None, 'dense')
-      return LayerPlan(tokens, d_in, d_out, 'bfloat16', backends, fp8.FP8)
+      return LayerPlan(tokens, d_in, d_out, 'bfloat16', backends, fp8.FP8, sampled=True)
 
     given = problem(gated=gated, biased=True)
     with (
       mock.patch.object(block_plan, 'plan_layer', plan),
       mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as matmuls_by_xla,
+      layers_alike.traced_one_by_one(),
     ):
       found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)
     matmuls_by_xla.assert_called_once()
