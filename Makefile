@@ -35,7 +35,7 @@ OLDEST = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 optax==0.2.6
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest --dist worksteal -q
 
-.PHONY: demo pages test test-all types fast slow fast-kernels slow-kernels test-models test-newest test-oldest test-hf mutants faults soak docs clean
+.PHONY: demo pages test test-all test-rest types fast slow fast-kernels slow-kernels test-models test-newest test-oldest test-hf mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -48,8 +48,12 @@ test:
 	$(VENV)/bin/ruff check .
 	$(MAKE) --jobs 3 --output-sync types fast fast-kernels
 
-# Two at a time: the next begins when one ends, so that no processor waits for an environment, or for another lane's end.
 test-all: test
+	$(MAKE) test-rest
+
+# Two at a time: the next begins when one ends, so that no processor waits for an environment, or for another lane's end.
+# With TESTS_THIRD=0, 1 or 2 a third of each (conftest.py).
+test-rest:
 	$(MAKE) --jobs 2 --output-sync slow slow-kernels test-models test-newest
 
 types: $(VENV)/ready

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 import sys
 import unittest
+import zlib
 
 from tests import simulated
 
@@ -50,8 +51,8 @@ def pytest_collect_file(file_path):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items):
-  """Marks slow all but the first cases of a parameterized test that is marked `few`."""
+def pytest_collection_modifyitems(config, items):
+  """Marks slow all but the first cases of a test that is marked `few`; leaves a third of all tests, if one is named."""
   seen = collections.Counter()
   for item in items:
     if mark := item.get_closest_marker('few'):
@@ -61,6 +62,10 @@ def pytest_collection_modifyitems(items):
       index = int(case) if case.isdecimal() else seen[item.parent.nodeid, test.__name__] - 1
       if index >= (mark.args[0] if mark.args else 1):
         item.add_marker('slow')
+  if third := os.environ.get('TESTS_THIRD'):
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % 3 != int(third)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 def pytest_collection_finish():

@@ -1,5 +1,7 @@
 """What `conftest.py` promises of a run of pytest, seen from outside."""
 
+import itertools
+import os
 from pathlib import Path
 import subprocess
 import sys
@@ -23,6 +25,17 @@ class ConftestTest(absltest.TestCase):
   def test_doctests_of_one_file_are_of_the_module_that_others_import(self):
     ran = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
     self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+
+  @pytest.mark.slow  # four processes
+  def test_three_thirds_are_all(self):
+    def collected(**env):
+      command = [sys.executable, '-m', 'pytest', '-q', '--collect-only', 'tests/sparse24_jax/mvue_test.py']
+      ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | env)
+      return [line for line in ran.stdout.splitlines() if '::' in line]
+
+    thirds = [collected(TESTS_THIRD=str(i)) for i in range(3)]
+    self.assertTrue(all(thirds))
+    self.assertCountEqual(itertools.chain(*thirds), collected())
 
 
 if __name__ == '__main__':
