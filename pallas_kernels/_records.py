@@ -221,6 +221,8 @@ def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> 
 def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
   """Writes entries, replacing those of the same key that are there already.
 
+  What was traced before keeps the settings that it has.
+
   A record grows by many runs: the header is that of the last, so each entry says as `by` which one it is of. Entries
   without it are older than that rule.
   """

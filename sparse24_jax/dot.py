@@ -97,7 +97,7 @@ def dot_at(
   if plan.served('weight_grad'):
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
-  x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled(x, key)
+  x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled(x, policy.weight_grad, key)
   rows = x.reshape(-1, x.shape[-1]) if plan.precision.scales else x  # they are written both ways
   return _of_layers_alike(policy, plan, column, asked, where, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
 
@@ -141,7 +141,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _dot(
+def _sparse24_dot(
   policy: DotPolicy, plan: LayerPlan, column: int, asked: Asked, where: str, x: Array, w: Array, state: Any,
   packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
@@ -185,9 +185,9 @@ def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
 
 
 # Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
-_dot.defvjp(_dot_fwd, _dot_bwd, optimize_remat=True)
-# Traced and differentiated once, however many layers of a model are alike; a program has it as if it were called.
-_of_layers_alike = jax.jit(_dot, static_argnums=(0, 1, 2, 3, 4), inline=True)
+_sparse24_dot.defvjp(_dot_fwd, _dot_bwd, optimize_remat=True)
+# Traced and differentiated once for layers that are alike; a program has it as if it were called.
+_of_layers_alike = jax.jit(_sparse24_dot, static_argnums=(0, 1, 2, 3, 4), inline=True)
 
 
 def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:

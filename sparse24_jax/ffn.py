@@ -135,7 +135,7 @@ def ffn_at(
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  static = _Static(plan, activation, what_is_sampled(x, keys['down']), hidden)
+  static = _Static(plan, activation, what_is_sampled(x, 'mvue', keys['down']), hidden)
   return _of_blocks_alike(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
@@ -215,7 +215,7 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
+def _sparse24_ffn(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
   with _partitioning.mesh_of(x, weights):
     return _forward(static, x, biases, packed, keep=False)[0]
 
@@ -274,6 +274,6 @@ def _fused_bwd(static, residuals, dy):
 
 
 # Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
-_fused.defvjp(_fused_fwd, _fused_bwd, optimize_remat=True)
+_sparse24_ffn.defvjp(_fused_fwd, _fused_bwd, optimize_remat=True)
 # As in `dot`: traced and differentiated once.
-_of_blocks_alike = jax.jit(_fused, static_argnums=0, inline=True)
+_of_blocks_alike = jax.jit(_sparse24_ffn, static_argnums=0, inline=True)

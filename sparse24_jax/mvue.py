@@ -74,12 +74,12 @@ def sampled_for(path: str) -> Iterator[None]:
     _named.reset(before)
 
 
-def what_is_sampled(x: Array, key: Array | None) -> str:
+def what_is_sampled(x: Array, weight_grad: str, key: Array | None) -> str:
   """The weight of `sampled_for`, and of which shard the tokens are; empty if nothing is known.
 
-  Empty, too, where a gradient is no error, so that layers that are alike have one trace.
+  Empty, too, where a gradient would be no error, so that layers that are alike have one trace.
   """
-  if key is not None and _tokens(x) % 4 == 0:
+  if weight_grad == 'dense' or (key is not None and _tokens(x) % 4 == 0):
     return ''
   axes = ', '.join(map(repr, sorted(jax.sharding.get_abstract_mesh().manual_axes)))
   return _named.get() + (f' on one shard of a shard_map over {axes}' if axes else '')

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch, _partitioning
+from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.pack.api import candidates, matrix_scale
 from pallas_kernels.pack.reference import is_float8
 
@@ -32,7 +32,8 @@ def amax(x: Array) -> Array:
   first entry is rounded. `current_scale` reduces the parts as it makes a scale of them, in one kernel.
 
   Args:
-    x: floats, `[..., R, C]`; parts are runs of rows, as many as the largest power of two that divides R, up to 4,096.
+    x: floats, `[..., R, C]`; parts are runs of rows, as many as the largest power of two that divides R, up to 4,096;
+      one where a mesh may divide the array, whose parts may be others.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import amax
@@ -40,7 +41,7 @@ def amax(x: Array) -> Array:
   [3.0, 2.0]
   """
   *lead, rows, columns = x.shape
-  parts = math.gcd(rows, _MOST_PARTS)
+  parts = math.gcd(rows, _MOST_PARTS) if _device.arrays_are_whole() else 1
   return jnp.max(jnp.abs(x).reshape(*lead, parts, rows // parts, columns), axis=(-2, -1)).astype(jnp.float32)
 
 
@@ -49,7 +50,8 @@ def current_scale(amax: Array, dtype: Any) -> Array:
 
   It is largest / amax, largest being that of `dtype`. Guards, which are ours: an amax of zero, or so small that the
   scale would leave float32's range, gives the largest scale, 2^126. One that is NaN gives NaN, and an infinite one
-  zero: a result divided by that is NaN, so that an overflow upstream shows and does not pass for a clipped number.
+  zero. What was multiplied with either, and a result is divided by it, is NaN: an overflow upstream shows and does not
+  pass for a clipped number.
 
   Args:
     amax: largest magnitudes of the parts of a tensor, float32, `[..., parts]`.

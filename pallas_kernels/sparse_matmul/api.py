@@ -41,7 +41,7 @@ def sparse_matmul(
   alpha: float = 1.0,
   implementation: str | None = None,
 ) -> Any:
-  """D = activation(alpha A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
+  """D = activation(alpha A . B / scales + bias) with A 2:4-sparse along the sum, accumulated in float32.
 
   Only A can be sparse on the hardware, and D has A's rows. The three matmuls of a layer y[T, O] = x[T, I] W[I, O] are
 
@@ -68,8 +68,8 @@ def sparse_matmul(
     out_dtype: float32, bfloat16 or float16; None is A's dtype, or bfloat16 if A is float8.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
-    keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
-      on its way to D. Needs an activation.
+    keep_preactivation: also return Z, what the activation is applied to, which its backward needs; the kernel stores
+      it on its way to D. Needs an activation.
     alpha: a number that A . B is multiplied with.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or

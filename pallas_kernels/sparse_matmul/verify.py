@@ -38,7 +38,8 @@ def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu')
     out_layout=choose('mn', 'nm'), activation=activation,
     bias=choose(True, False), a_scale=choose(None, 'scalar', 'row') if narrow else None,
     b_scale=choose(None, 'scalar', 'row') if narrow else None,
-    keep_preactivation=choose(False, False, True), seed=int(rng.integers(2**31)),
+    keep_preactivation=choose(False, False, True), alpha=choose(1.0, 2.0) if narrow else 1.0,
+    seed=int(rng.integers(2**31)),
   )
   return case | dict(config=_setting(rng, case) if implementation == 'mosaic_gpu' else None)
 
@@ -86,7 +87,8 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
   vectors = Vectors(*(_vector(rng, case[name], size) for name, size in (('bias', m), ('a_scale', m), ('b_scale', n))))
   d = a.reshape(m, k) @ b.astype(np.float32).T
   call = Call(
-    jnp.dtype(case['out_dtype']), case['b_layout'], case['out_layout'], case['activation'], case['keep_preactivation']
+    jnp.dtype(case['out_dtype']), case['b_layout'], case['out_layout'], case['activation'], case['keep_preactivation'],
+    case['alpha'],
   )
   exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
   expected = reference.results(jnp.asarray(d), vectors, exact)

@@ -84,7 +84,7 @@ def under(equation: Any) -> Iterator[None]:
 
 
 # Ops of this library that are traced once for layers that are alike: their lines are those of the first call.
-_TRACED_ONCE = ('_dot', '_fused')
+_TRACED_ONCE = ('_sparse24_dot', '_sparse24_ffn')
 # Libraries whose layers call matmuls on behalf of a model.
 _IN_A_LIBRARY = re.compile(r'-packages[/\\](flax|equinox|jaxtyping)[/\\]')
 

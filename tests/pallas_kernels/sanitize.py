@@ -54,7 +54,8 @@ RAGGED = (516, 260)
 BY_STEPS: tuple[dict[str, Any], ...] = tuple(
   dict(
     m=396, n=n, k=k, a_dtype='bfloat16', b_dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm',
-    activation='gelu', bias=True, a_scale=None, b_scale=None, keep_preactivation=False, seed=k,
+    activation='gelu', bias=True, a_scale=None, b_scale=None, keep_preactivation=False, alpha=1.0,
+    seed=k,
     config=dict(
       rows=64, bn=8, bk=128, stages=stages, cluster=1, epilogue_n=8, ctas=3, delay=delay, split=1, halves='k'
     ),

@@ -1,5 +1,6 @@
 import functools
 import io
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
+from sparse24_jax import linear_layer
+from sparse24_jax.mvue import sampled_for
 from tests import oracles
 from tests.draws import gaussian
 from tests.quick import jit
+from tests.sparse24_jax import layers_alike
 
 POLICIES = {
   'dense': s24.DotPolicy(),
@@ -72,6 +76,31 @@ def loss(policy, w, x, state, key):
   """A loss that is not linear in the output, so that the output gradient differs from token to token."""
   return jnp.sum(jnp.sin(s24.dot(x, w, state, policy=policy, key=key)))
 
+
+
+class LayersAlikeTest(parameterized.TestCase):
+
+  @parameterized.parameters(('mvue', 44), ('dense', 45))
+  def test_are_traced_once_whatever_they_are_called(self, weight_grad, tokens):
+    """To be called, and to be differentiated with x and, for the first, without; samples and masks are their own."""
+    policy = s24.DotPolicy(s24.transposable(), weight_grad=weight_grad)
+    x, key = normal(tokens, 12, seed=0), KEY if weight_grad == 'mvue' else None
+    weights = {name: normal(12, 12, seed=i) for i, name in enumerate('abcdef', 1)}
+    states = {name: policy.projection.init(w) for name, w in weights.items()}
+
+    def run(weights, of):
+      y = x
+      for i, (name, w) in enumerate(weights.items()):
+        with sampled_for(name):
+          y = of(y, w, states[name], None if key is None else jax.random.fold_in(key, i))
+      return (y**2).sum()
+
+    with mock.patch.object(linear_layer, 'forward', side_effect=linear_layer.forward) as forward:
+      found = jax.grad(run)(weights, lambda x, w, state, key: s24.dot(x, w, state, policy=policy, key=key))
+    self.assertEqual(forward.call_count, 3)
+    with layers_alike.traced_one_by_one():
+      expected = jax.grad(run)(weights, lambda x, w, state, key: s24.dot(x, w, state, policy=policy, key=key))
+    oracles.assert_close(found, expected, 1e-6)
 
 class FormulaTest(parameterized.TestCase):
   @parameterized.product(dtype=oracles.DTYPES, policy=list(POLICIES))

@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels.two_of_four.philox import two_keys
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
-from sparse24_jax.ffn import _fused, ffn_at
+from sparse24_jax.ffn import _sparse24_ffn, ffn_at
 from tests import oracles
 from tests.oracles import activation_and_slope, assert_close
 from tests.sparse24_jax import layers_alike
@@ -135,7 +135,7 @@ class FormulaTest(parameterized.TestCase):
         hidden_sharding=None,
       )  # fmt: skip
 
-    fused = mock.patch.object(importlib.import_module('sparse24_jax.ffn'), '_fused', wraps=_fused)
+    fused = mock.patch.object(importlib.import_module('sparse24_jax.ffn'), '_sparse24_ffn', wraps=_sparse24_ffn)
     with fused as fused, layers_alike.traced_one_by_one():
       y, vjp = jax.vjp(run, x, weights, biases)
     self.assertEqual(fused.called, policy.implementation == 'dense')

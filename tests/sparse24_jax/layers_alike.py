@@ -11,7 +11,7 @@ def traced_one_by_one() -> Iterator[None]:
   """Each call of `dot` and `ffn` is traced for itself, as often as it runs."""
   dot, ffn = (importlib.import_module(f'sparse24_jax.{name}') for name in ('dot', 'ffn'))
   with (
-    mock.patch.object(dot, '_of_layers_alike', dot._dot),
-    mock.patch.object(ffn, '_of_blocks_alike', ffn._fused),
+    mock.patch.object(dot, '_of_layers_alike', dot._sparse24_dot),
+    mock.patch.object(ffn, '_of_blocks_alike', ffn._sparse24_ffn),
   ):
     yield

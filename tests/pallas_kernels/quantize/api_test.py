@@ -3,6 +3,7 @@
 import functools
 import re
 import unittest
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import _device
 from pallas_kernels.quantize import api
 from tests.draws import gaussian
 from tests.pallas_kernels import compiling
@@ -64,10 +66,20 @@ class CurrentScaleTest(parameterized.TestCase):
   @parameterized.parameters((8, 8), (12, 4), (3, 1), (3 * 2**13, 2**12))
   def test_one_scale_a_matrix(self, rows, parts):
     x = gaussian(0, (3, rows, 12), jnp.bfloat16)
-    found, largest = api.amax(x), np.abs(np.asarray(x).astype(np.float32)).max((1, 2))
+    with mock.patch.object(_device, 'arrays_are_whole', lambda: True):
+      found, largest = api.amax(x), np.abs(np.asarray(x).astype(np.float32)).max((1, 2))
     self.assertEqual(found.shape, (3, parts))
     np.testing.assert_array_equal(np.max(found, -1), largest)
     np.testing.assert_array_equal(api.current_scale(found, E4M3), np.float32(448) / largest)
+
+
+  @parameterized.parameters(jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+  def test_what_three_devices_have_stays_there(self, kind):
+    mesh = jax.make_mesh((3,), ('d',), axis_types=(kind,), devices=jax.devices()[:3])
+    x = jax.device_put(gaussian(0, (24, 8)), jax.sharding.NamedSharding(mesh, jax.P('d')))
+    scale = jax.jit(lambda x: api.current_scale(api.amax(x), E4M3)).lower(x).compile()
+    self.assertNotIn('all-gather', scale.as_text())
+    np.testing.assert_array_equal(scale(x), np.float32(448) / np.abs(x).max())
 
 
 class QuantizeTest(parameterized.TestCase):
