@@ -137,8 +137,14 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
   if mask.shape != w.shape or mask.dtype != jnp.bool_:
     raise ValueError(f'mask must be bool of shape {w.shape}, found {mask.dtype} of shape {mask.shape}')
   w, mask = jnp.asarray(w), jnp.asarray(mask)
-  kept = [m.astype(jnp.uint8) for m in split_groups(mask, axis)]
-  checkify.debug_check(jnp.all(sum(kept) <= 2), 'a group of the mask keeps more than two of four')
+  checkify.debug_check(jnp.all(sum(_counted(mask, axis)) <= 2), 'a group of the mask keeps more than two of four')
+  return compress_unchecked(w, mask, axis=axis)
+
+
+def compress_unchecked(w: Array, mask: Array, *, axis: int) -> Compressed24:
+  """`compress` for what is traced inside layers: a program with its check cannot be serialised by `jax.export`."""
+  axis = check_groups(w, axis)
+  kept = _counted(mask, axis)
   # Kept entries come first, free positions after them, each in index order: the rank of position i is the number of
   # kept before it if kept, else the number of kept at all plus the number of free before it.
   total = sum(kept)
@@ -166,6 +172,10 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
     return join_groups([low, high], axis)
 
   return Compressed24(_by_bits(taken, w, *kept, *stored), pack_nibbles(low_at | high_at << 2, axis), axis)
+
+
+def _counted(mask: Array, axis: int) -> list[Array]:
+  return [m.astype(jnp.uint8) for m in split_groups(mask, axis)]
 
 
 def decompress(c: Compressed24) -> Array:

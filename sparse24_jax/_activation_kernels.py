@@ -44,7 +44,7 @@ class SparseVNM(Reference):
     dense = projected(w, projection, state, axis)
     if projection is None:
       return Weight(dense)
-    return Weight(dense, to_operand(formats.compress(dense, dense != 0, axis=-1)))
+    return Weight(dense, to_operand(formats.compress_unchecked(dense, dense != 0, axis=-1)))
 
   def by_weight(self, x: Array, w: Weight) -> Array:
     if w.operand is None:

@@ -127,7 +127,7 @@ class Precision:
         return PackedWeight(state, pair.columns, pair.rows)
       case Masked():
         kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
-        return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)))
+        return PackedWeight(state, to_operand(formats.compress_unchecked(kept, state, axis=-2)))
     raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:

@@ -125,21 +125,15 @@ def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> b
   return not kept
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def straight_through(projection: Projection, w: Array, state: Any) -> Array:
-  """`projection.apply`, whose cotangent is that of the dense weight as it stands."""
+  """`projection.apply`, whose derivative is that of the dense weight as it stands: the identity, of any order."""
   return projection.apply(w, state)
 
 
-def _straight_through_fwd(projection, w, state):
-  return projection.apply(w, state), None
-
-
-def _straight_through_bwd(projection, residuals, cotangent):
-  return cotangent, None
-
-
-straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+@straight_through.defjvp
+def _as_it_stands(projection, primals, tangents):
+  return straight_through(projection, *primals), tangents[0]
 
 
 _CALLS: dict[Projection, tuple[Callable[..., Any], tuple]] = {}

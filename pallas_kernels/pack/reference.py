@@ -74,8 +74,8 @@ def masked_pack(w: Array, codes: Array, scale: Array | None = None, *, dtype: jn
   """See `api.masked_pack`."""
   mask = code_mask(codes)
   values = w.astype(dtype) if scale is None else saturated(w.astype(jnp.float32) * scale[..., None, None], dtype)
-  rows = to_operand(formats.compress(values, mask, axis=-1))
-  columns = to_operand(formats.compress(values, mask, axis=-2))
+  rows = to_operand(formats.compress_unchecked(values, mask, axis=-1))
+  columns = to_operand(formats.compress_unchecked(values, mask, axis=-2))
   return PackedPair(rows, columns, codes)
 
 
@@ -123,4 +123,4 @@ def _nonzero(x: Array) -> Array:
 
 
 def _pack_nonzeros(x: Array, axis: int) -> SparseOperand:
-  return to_operand(formats.compress(x, _nonzero(x), axis=axis))
+  return to_operand(formats.compress_unchecked(x, _nonzero(x), axis=axis))

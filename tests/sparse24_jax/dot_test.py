@@ -102,6 +102,14 @@ class LayersAlikeTest(parameterized.TestCase):
       expected = jax.grad(run)(weights, lambda x, w, state, key: s24.dot(x, w, state, policy=policy, key=key))
     oracles.assert_close(found, expected, 1e-6)
 
+  @parameterized.parameters(s24.soft_threshold_projection, s24.transposable, s24.magnitude)
+  def test_a_program_that_packs_has_no_effects(self, projection):
+    """With that of a check `jax.export` cannot serialise it."""
+    policy = s24.DotPolicy(projection(), implementation='dense')
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 64)))
+    state = jax.eval_shape(policy.projection.init, w)
+    self.assertEmpty(jax.make_jaxpr(functools.partial(s24.dot, policy=policy))(x, w, state).effects)
+
 class FormulaTest(parameterized.TestCase):
   @parameterized.product(dtype=oracles.DTYPES, policy=list(POLICIES))
   @pytest.mark.few(len(POLICIES))

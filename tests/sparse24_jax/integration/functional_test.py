@@ -202,6 +202,28 @@ class ProjectTest(parameterized.TestCase):
     for name, w in expected.items():
       np.testing.assert_allclose(found[name], w, atol=1e-5 * float(jnp.abs(w).max()))
 
+  @parameterized.parameters('ste', 's_ste')
+  def test_every_derivative_by_the_weights_is_that_at_the_projected_ones(self, name):
+    """As of a Hessian or of MAML: of pruned entries too."""
+
+    def energy(params):
+      return jnp.sum((jnp.tanh(x @ params['w']) @ params['v']) ** 2)
+
+    params, x = {'w': gaussian(0, (16, 32)), 'v': gaussian(1, (32, 4))}, gaussian(2, (8, 16))
+    recipe = s24.bind(getattr(s24.recipes, name)('.'), energy, params)
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    ones = jax.tree.map(jnp.ones_like, params)
+
+    def derivatives(f, params):
+      slope = jax.grad(f)
+      by_reverse = jax.grad(lambda params: sum(map(jnp.sum, jax.tree.leaves(slope(params)))))(params)
+      return jax.jvp(f, (params,), (ones,)), jax.jvp(slope, (params,), (ones,)), by_reverse
+
+    found = jax.jit(lambda params: derivatives(lambda p: energy(s24.project(p, state, recipe)), params))(params)
+    expected = jax.jit(lambda params: derivatives(energy, s24.project(params, state, recipe)))(params)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
 
 if __name__ == '__main__':
   absltest.main()
