@@ -63,9 +63,11 @@ def pytest_collection_modifyitems(config, items):
       if index >= (mark.args[0] if mark.args else 1):
         item.add_marker('slow')
   if third := os.environ.get('TESTS_THIRD'):
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % 3 != int(third)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    taken: dict[bool, list] = {True: [], False: []}
+    for item in items:
+      taken[zlib.crc32(item.nodeid.encode()) % 3 == int(third)].append(item)
+    config.hook.pytest_deselected(items=taken[False])
+    items[:] = taken[True]
 
 
 def pytest_collection_finish():

@@ -153,8 +153,9 @@ def soft_threshold_pack(
   """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1), in one pass over `w`.
 
   In 16 bits `scale` is the frozen one of S-STE, as `soft_threshold_scale` gives it. In float8 it also brings the result
-  to the range of the type: times `current_scale(frozen * quantize.amax(w), dtype)`, since |w| bounds |S(w)|. Rounded
-  once, to nearest even; what exceeds the largest float8 becomes it, NaN stays NaN, and what rounds to zero is 0.0.
+  to the range of the type: times `current_scale(frozen[..., None] * quantize.amax(w), dtype)`, as |w| bounds |S(w)|.
+  Rounded once, to nearest even; what exceeds the largest float8 becomes it, NaN stays NaN, and what rounds to zero is
+  0.0.
 
   Args:
     w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.

@@ -50,8 +50,8 @@ def current_scale(amax: Array, dtype: Any) -> Array:
 
   It is largest / amax, largest being that of `dtype`. Guards, which are ours: an amax of zero, or so small that the
   scale would leave float32's range, gives the largest scale, 2^126. One that is NaN gives NaN, and an infinite one
-  zero. What was multiplied with either, and a result is divided by it, is NaN: an overflow upstream shows and does not
-  pass for a clipped number.
+  zero. A tensor that is multiplied with either gives results that are NaN once they are divided by it: an overflow
+  upstream shows, and does not pass for a clipped number.
 
   Args:
     amax: largest magnitudes of the parts of a tensor, float32, `[..., parts]`.
