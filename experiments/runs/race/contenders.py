@@ -149,6 +149,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 
 _HALF, _QUARTER, _EIGHTH = ({'ffn_width': width} for width in (0.5, 0.25, 0.125))
 _EXACT, _EXACT_DOWN = {'weight_grad': 'dense'}, {'exact': FFN_DOWN}
+_E4M3 = {'fp8': 'e4m3'}
 CONTENDERS: Mapping[str, Contender] = {
   'dense': of('dense'),
   'half_ffn': of('half_ffn'),
@@ -177,8 +178,12 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8_all_exact_down': of('s_ste_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   'fst_fp8_all_exact_down': of('fst_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   # What the format of gradients costs.
-  's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs={'fp8': 'e4m3'}),
-  'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs={'fp8': 'e4m3'}),
+  's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
+  'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
+  # Both.
+  's_ste_fp8_all_e4m3_exact_down': of(
+    's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
+  ),
   # What FST's masks cost: transposable ones, those of rows, and the soft threshold of rows, each sparse to the end.
   'fst_to_the_end_unsampled': of('fst_to_the_end', 'exact weight gradients', kwargs=_EXACT),
   'row_masks': Contender(
@@ -196,6 +201,9 @@ CONTENDERS: Mapping[str, Contender] = {
   ),
   'half_ffn_s_ste_fp8_all_exact_down': of(
     's_ste_fp8_all', 'exact weight gradients of down', 'FFN half as wide', kwargs=_EXACT_DOWN, model=_HALF
+  ),
+  'half_ffn_s_ste_fp8_all_e4m3': of(
+    's_ste_fp8_all', 'gradients in e4m3', 'FFN half as wide', kwargs=_E4M3, model=_HALF
   ),
   'quarter_ffn_fp8': of('dense', 'FFN a quarter as wide', 'in FP8', model=_QUARTER, fp8=LINEAR),
   'quarter_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN a quarter as wide', model=_QUARTER),
