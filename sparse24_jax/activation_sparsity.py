@@ -29,6 +29,7 @@ from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
 from sparse24_jax._activation_reference import Reference
 from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_divisible, check_state
+from sparse24_jax.mvue import tokens_of
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour
@@ -184,7 +185,7 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
       f"state['neurons'] must be int32 of shape {w_up.shape[1:]} for {policy.clusters}, found {found}; make it with"
       ' cluster_neurons'
     )
-  tokens = math.prod(x.shape[:-1])
+  tokens = tokens_of(x)
   if policy.clusters and policy.clusters.within and tokens % policy.clusters.within:
     raise ValueError(f'x has {tokens} tokens; within={policy.clusters.within} of clusters must divide them')
   for name, size, divisor, why in (

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
@@ -24,7 +23,7 @@ from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.derivatives import once
 from sparse24_jax.layer_plan import LayerPlan
-from sparse24_jax.mvue import check_sampling, what_is_sampled
+from sparse24_jax.mvue import check_sampling, tokens_of, what_is_sampled
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
@@ -87,8 +86,7 @@ def dot_at(
     z = jnp.dot(x, w, precision=asked.precision, preferred_element_type=asked.sums())
     return z.astype(asked.result(x.dtype))
   if plan is None:
-    tokens = int(np.prod(x.shape[:-1]))
-    plan = plan_layer(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked)
+    plan = plan_layer(policy, tokens_of(x), w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked)
   packed = linear_layer.packed_weight(plan, policy, w, state)
   state = linear_layer.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,

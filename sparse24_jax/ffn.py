@@ -18,7 +18,6 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 
 from collections.abc import Mapping
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
-from sparse24_jax.mvue import check_sampling, what_is_sampled
+from sparse24_jax.mvue import check_sampling, tokens_of, what_is_sampled
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
 
@@ -117,7 +116,7 @@ def ffn_at(
   hidden = _Hidden(x.shape[:-1], hidden_sharding)
   if plan is None:
     sides = {name: w.shape for name, w in weights.items()}
-    plan = plan_block(policy, math.prod(x.shape[:-1]), sides, x.dtype, (x, weights), down=down, asked=asked)
+    plan = plan_block(policy, tokens_of(x), sides, x.dtype, (x, weights), down=down, asked=asked)
   if not plan.fused:
     policies = dict.fromkeys(weights, policy) | {'down': down or policy}
     return _composed(plan, x, weights, biases, states, keys, policies, act, asked, hidden)

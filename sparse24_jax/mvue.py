@@ -4,9 +4,11 @@ from collections.abc import Iterator
 import contextlib
 import contextvars
 import math
+from typing import Any
 
 import jax
 from jax import Array
+import jax.export
 import jax.numpy as jnp
 
 from pallas_kernels.two_of_four import mvue
@@ -79,7 +81,7 @@ def what_is_sampled(x: Array, weight_grad: str, key: Array | None) -> str:
 
   Empty, too, where a gradient would be no error, so that layers that are alike have one trace.
   """
-  if weight_grad == 'dense' or (key is not None and _tokens(x) % 4 == 0):
+  if weight_grad == 'dense' or (key is not None and tokens_of(x) % 4 == 0):
     return ''
   axes = ', '.join(map(repr, sorted(jax.sharding.get_abstract_mesh().manual_axes)))
   return _named.get() + (f' on one shard of a shard_map over {axes}' if axes else '')
@@ -96,7 +98,7 @@ def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '
         f" split_rngs={{..., 'mvue': True}}), sparsify(model, recipe, rngs=nnx.Rngs(mvue=0)) of an nnx one, or"
         ' dot(..., key=...)'
       )
-    tokens = _tokens(x)
+    tokens = tokens_of(x)
     if tokens % 4:
       raise ValueError(
         f'{of}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
@@ -104,5 +106,17 @@ def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '
       )
 
 
-def _tokens(x: Array) -> int:
+def tokens_of(x: Array) -> int:
+  """How many tokens x `[..., features]` has; ValueError while `jax.export` leaves that open."""
+  require_sizes(x.shape, 'x')
   return math.prod(x.shape[:-1])
+
+
+def require_sizes(shape: tuple[Any, ...], name: str) -> None:
+  """ValueError unless all dimensions are numbers."""
+  if any(map(jax.export.is_symbolic_dim, shape)):
+    raise ValueError(
+      f'{name} of shape ({", ".join(map(str, shape))}) has symbolic dimensions, and kernels are chosen by the number of'
+      ' tokens: export the dense model with the weights that project(params, opt_state, recipe) returns, or with numbers'
+      ' for these dimensions'
+    )

@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
+from sparse24_jax.mvue import require_sizes
 from sparse24_jax.recipe import Recipe, require_recipe
 from sparse24_jax.rules import is_array, leaves_by_path, matched_rules, require_arrays
 
@@ -144,6 +146,8 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
   require_arrays(args[0])
   dynamic = [i for i, leaf in enumerate(flat) if is_array(leaf)]
   paths = [path for path, _ in leaves_by_path(args[0])]
+  for i in dynamic:
+    require_sizes(jnp.shape(flat[i]), 'an argument')
   out_structure = []
 
   def flat_f(leaves: Sequence[Any]) -> list[Any]:

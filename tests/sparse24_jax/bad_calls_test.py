@@ -2,6 +2,7 @@
 
 from absl.testing import absltest, parameterized
 import jax
+import jax.export
 import jax.numpy as jnp
 
 import sparse24_jax as s24
@@ -17,6 +18,7 @@ SOFT = s24.DotPolicy(s24.soft_threshold_projection())
 MVUE = s24.DotPolicy(weight_grad='mvue')
 STATE, BLOCK_STATE = STE.projection.init(W), FST.projection.init(W)
 RULE, NUMBERS = s24.Rule('a', STE), (((1,), (0,)), ((), ()))
+SYMBOLIC = jax.ShapeDtypeStruct((*jax.export.symbolic_shape('b'), 8), jnp.float32)
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 EXPERTS, EXPERT_STATE = jnp.ones((2, 8, 4)), STE.projection.init(jnp.ones((2, 8, 4)))
 DENSE_RUN = s24.recipes.dense()
@@ -89,6 +91,8 @@ OPS = (
   ('dot_other_state', lambda: dot(X, W, STATE, policy=SOFT), r"'soft_threshold' must be float32 of shape \(\)"),
   ('dot_state_tuple', lambda: dot(X, W, (STATE,), policy=STE), 'must be bool .*found tuple'),
   ('dot_shapes', lambda: dot(W, W, policy=DENSE), r'x of shape \(8, 4\) does not fit w .*axis -1 of x must be 8'),
+  ('dot_symbolic', lambda: jax.eval_shape(lambda x: dot(x, W, STATE, policy=STE), SYMBOLIC),
+   r'x of shape \(b, 8\) has symbolic dimensions, .* the weights that project'),
   ('dot_scalar', lambda: dot(jnp.ones(()), W, policy=DENSE), r'x of shape \(\) does not fit'),
   ('dot_stacked', lambda: dot(X, EXPERTS, policy=DENSE), r'w must be \[in, out\], found .*\(2, 8, 4\); use jax.vmap'),
   ('dot_dtypes', lambda: dot(X.astype(jnp.bfloat16), W, policy=DENSE), 'x is bfloat16 and w is float32; cast one'),

@@ -4,6 +4,7 @@ from absl.testing import absltest, parameterized
 from flax import linen as nn
 from flax import nnx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +16,7 @@ KEY = jax.random.key(0)
 X, UP = (jnp.asarray(np.random.default_rng(0).standard_normal((8, n), np.float32)) for n in (8, 12))
 PARAMS = {'mlp': {'up': {'kernel': UP, 'bias': jnp.ones(12)}}, 'head': {'kernel': X}}
 STE = s24.recipes.ste('mlp/.*')
+SYMBOLIC = jax.ShapeDtypeStruct((*jax.export.symbolic_shape('b'), 8), jnp.float32)
 FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
 SGD = optax.sgd(0.1)
 STATE = jax.jit(s24.sparse_training(SGD, STE).init)(PARAMS)
@@ -210,6 +212,8 @@ OTHERS = (
   ('project_of_the_state_first', lambda: s24.project((STATE,), PARAMS, STE), 'params is an optimizer state: arguments'),
   ('bind_of_the_tokens_first', lambda: s24.bind(STE, lambda x, p: x, X, PARAMS),
    r"weights that recipe 'ste' matches are not in params, but in .* It is bind\(recipe, f, params, \*args\)"),
+  ('bind_of_symbolic_dimensions', lambda: s24.bind(STE, lambda p, x: x, PARAMS, SYMBOLIC),
+   r'an argument of shape \(b, 8\) has symbolic dimensions, .* the weights that project'),
   ('bind_of_a_function_that_fails', lambda: s24.bind(STE, lambda x, p: 1 // 0, X, PARAMS),
    r'lambda p, x: f\(x, p\)\. What it raised: ZeroDivisionError: '),
   ('init_of_one_array', lambda: init(STE, X),
