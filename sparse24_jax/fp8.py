@@ -86,7 +86,7 @@ class Fp8(Precision):
   def pack(self, form: Form | None, w: Array, state: Any, dtype: Any) -> PackedWeight:
     """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude; or w, dense.
 
-    Under a transposable mask w packed both ways.
+    Under a transposable mask w packed both ways; dense, it is kept both ways too.
 
     The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
     It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
@@ -94,7 +94,9 @@ class Fp8(Precision):
     """
     if form is None:
       scale = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
-      return PackedWeight(None, None, dense=as_dtype(jnp.uint8, quantize.quantize(w, scale, dtype=E4M3)), scale=scale)
+      both = quantize.quantize(w, scale, dtype=E4M3, transpose='both', implementation=self.pass_backends)
+      dense, transposed = (as_dtype(jnp.uint8, values) for values in both)
+      return PackedWeight(None, None, dense=dense, transposed=transposed, scale=scale)
     how = dict(dtype=E4M3, implementation=self.pass_backends)
     if form == TransposableMasked():
       scale = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
@@ -111,7 +113,7 @@ class Fp8(Precision):
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
     if form is None:
-      packed = quantize_costs.quantize(entries, stored)
+      packed = quantize_costs.quantize(entries, stored, transpose='both')
     elif form == TransposableMasked():
       packed = pack_costs.masked_pack(entries, stored, 1, operands=operands, from_mask=True)
     else:
@@ -134,6 +136,8 @@ class Fp8(Precision):
 
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     if backend is None:
+      if role == 'forward' and p.transposed is not None:
+        return PackedWeight(None, None, transposed=p.transposed, scale=p.scale)
       return PackedWeight(None, None, dense=p.dense, scale=p.scale)
     return super().reads(p, role, backend)
 
@@ -227,7 +231,7 @@ def _dense_forward(
   keep_preactivation: bool = False,
 ) -> Any:  # fmt: skip
   with jax.named_scope('forward'):
-    z = _dense_matmul(x.values, x.scale, _partitioning.whole(w.matrix).T, w.scale, dtype)
+    z = _dense_matmul(x.values, x.scale, _partitioning.whole(w.transposed_matrix), w.scale, dtype)
   if bias is not None:
     z = z + bias.astype(dtype)[None]
   if activation is None:

@@ -16,7 +16,8 @@ E4M3 = jnp.dtype('float8_e4m3fn')
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'input_grad', 'dense', 'scale'], meta_fields=[]
+  jax.tree_util.register_dataclass,
+  data_fields=['state', 'forward', 'input_grad', 'dense', 'transposed', 'scale'], meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
@@ -33,6 +34,7 @@ class PackedWeight:
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable. In
       FP8 its values too are uint8.
     dense: in FP8 the projected weight, `[..., in, out]`, as uint8; None if the projection is transposable.
+    transposed: in FP8 the same as `[..., out, in]`, if there is no projection: what a dense forward reads.
     scale: in FP8 float32, `[...]`, a power of two: what its values were multiplied with before they were rounded.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
@@ -48,6 +50,7 @@ class PackedWeight:
   forward: SparseOperand | None
   input_grad: SparseOperand | None = None
   dense: Array | None = None
+  transposed: Array | None = None
   scale: Array | None = None
 
   @property
@@ -71,6 +74,11 @@ class PackedWeight:
     assert self.dense is not None
     return as_dtype(E4M3, self.dense)
 
+  @property
+  def transposed_matrix(self) -> Array:
+    """`transposed` in e4m3."""
+    return self.matrix.mT if self.transposed is None else as_dtype(E4M3, self.transposed)
+
 
 def as_dtype(dtype: Any, x: Array) -> Array:
   """The same bytes as numbers of a dtype."""
@@ -93,7 +101,7 @@ def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     None if gate.forward is None or up.forward is None else concatenate(gate.forward, up.forward, axis=-2),
     None if gate.input_grad is None or up.input_grad is None else concatenate(gate.input_grad, up.input_grad, axis=-1),
     None if gate.dense is None or up.dense is None else jnp.concatenate([gate.dense, up.dense], axis=-1),
-    scale,
+    scale=scale,
   )
 
 
@@ -107,7 +115,7 @@ def halves(p: Any, ndim: int) -> Sequence[Any]:
   if not isinstance(p, PackedWeight):
     return jnp.split(p, 2, axis=-1)
   of_both = halves(p.state, ndim), _split(p.forward, -2), _split(p.input_grad, -1), halves(p.dense, ndim)
-  return [PackedWeight(*each, p.scale) for each in zip(*of_both, strict=True)]
+  return [PackedWeight(*each, scale=p.scale) for each in zip(*of_both, strict=True)]
 
 
 def _split(operand: SparseOperand | None, axis: int) -> Sequence[SparseOperand | None]:
@@ -125,4 +133,4 @@ def _rescaled(p: PackedWeight, scale: Array) -> PackedWeight:
     return None if of is None else dataclasses.replace(of, values=rescaled(of.values))
 
   dense = None if p.dense is None else rescaled(p.dense)
-  return PackedWeight(None, operand(p.forward), operand(p.input_grad), dense, scale)
+  return PackedWeight(None, operand(p.forward), operand(p.input_grad), dense, scale=scale)

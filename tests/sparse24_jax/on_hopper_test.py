@@ -245,6 +245,17 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLen(calls(hlo, SPARSE), 6)
     self.assertLen([line for line in calls(hlo, TRITON) if result(line) == ('f8e4m3fn', (TOKENS, D))], 1)
 
+  def test_dense_layers_in_fp8_are_rounded_both_ways_at_once(self):
+    """Weights too: XLA would round each transposed, and transpose it back for the input gradient."""
+    policy = s24.DotPolicy(precision='fp8')
+
+    def loss(x, w):
+      z = s24.dot(s24.dot(x, w['up'], policy=policy), w['down'], policy=policy)
+      return jnp.square(z.astype(jnp.float32)).sum()
+
+    hlo = compiled(jax.grad(loss, (0, 1)), struct(TOKENS, D), {'up': struct(D, HIDDEN), 'down': struct(HIDDEN, D)})
+    self.assertLen(calls(hlo.splitlines(), TRITON), 6)  # of x, h, both weights and both output gradients
+
   @parameterized.parameters(('e4m3', False, 5, 0), (False, True, 4, 1), (True, True, 4, 1))
   def test_a_block_with_gradients_in_e4m3_and_one_whose_last_gradient_is_exact(self, fp8, exact, sparse, dense):
     """The block stays fused: one pass makes dz and its sample, and the matmul of the exact gradient alone is dense."""
