@@ -117,6 +117,6 @@ def require_sizes(shape: tuple[Any, ...], name: str) -> None:
   if any(map(jax.export.is_symbolic_dim, shape)):
     raise ValueError(
       f'{name} of shape ({", ".join(map(str, shape))}) has symbolic dimensions, and kernels are chosen by the number of'
-      ' tokens: export the dense model with the weights that project(params, opt_state, recipe) returns, or with numbers'
-      ' for these dimensions'
+      ' tokens: export the dense model with the weights that project(params, opt_state, recipe) returns, or give these'
+      ' dimensions sizes'
     )

@@ -4,7 +4,6 @@
 rule lacks. Back ends of `quantize`: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.9 on).
 """
 
-import math
 from typing import Any
 
 import jax
@@ -23,6 +22,8 @@ TRANSPOSE = ('no', 'both', 'only')
 _LARGEST_SCALE = 2.0**126
 # One thread block reduces so many.
 _MOST_PARTS = 4096
+# Each part is a thread block's, and fewer leave processors idle; XLA then divides the whole by itself. Ours.
+_FEWEST_PARTS = 256
 
 
 def amax(x: Array) -> Array:
@@ -32,8 +33,8 @@ def amax(x: Array) -> Array:
   first entry is rounded. `current_scale` reduces the parts as it makes a scale of them, in one kernel.
 
   Args:
-    x: floats, `[..., R, C]`; parts are runs of rows, as many as the largest power of two that divides R, up to 4,096;
-      one where a mesh may divide the array, whose parts may be others.
+    x: floats, `[..., R, C]`; parts are runs of rows, as many as divide R, up to 4,096; one where these would be fewer
+      than `_FEWEST_PARTS`, and where a mesh may divide the array, whose parts may be others.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import amax
@@ -41,8 +42,13 @@ def amax(x: Array) -> Array:
   3.0
   """
   *lead, rows, columns = x.shape
-  parts = math.gcd(rows, _MOST_PARTS) if _device.arrays_are_whole() else 1
+  parts = _parts(rows) if _device.arrays_are_whole() else 1
   return jnp.max(jnp.abs(x).reshape(*lead, parts, rows // parts, columns), axis=(-2, -1)).astype(jnp.float32)
+
+
+def _parts(rows: int) -> int:
+  parts = next(n for n in range(min(rows, _MOST_PARTS), 0, -1) if rows % n == 0) if rows else 1
+  return parts if parts >= _FEWEST_PARTS else 1
 
 
 def current_scale(amax: Array, dtype: Any) -> Array:
