@@ -105,7 +105,7 @@ class Fp8(Precision):
       return PackedWeight(state, forward, input_grad, scale=scale)
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
-    scale = quantize.current_scale(_under_power_of_two(jnp.abs(state)[..., None] * quantize.amax(w)), E4M3)
+    scale = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
     p = pack.soft_threshold_pack(w, scale * state, **how)
     return PackedWeight(
       state, with_values(jnp.uint8, p.operand), dense=as_dtype(jnp.uint8, p.dense), scale=scale
@@ -166,7 +166,7 @@ class Fp8(Precision):
       rule = _partitioning.Rule(('n m', 'n . m' if gated else 'n m'), ('',), order=('n', 'm'), sums=('n', 'm'))
       largest = _partitioning.partitioned(
         'activation_backward_amax', _largest, rule, dh, z, activation=activation, gated=gated
-      )[None]
+      )
     else:
       # A bound of dz that needs dh alone.
       largest = steepest * quantize.amax(dh)

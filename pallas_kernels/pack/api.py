@@ -153,7 +153,7 @@ def soft_threshold_pack(
   """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1), in one pass over `w`.
 
   In 16 bits `scale` is the frozen one of S-STE, as `soft_threshold_scale` gives it. In float8 it also brings the result
-  to the range of the type: times `current_scale(frozen[..., None] * quantize.amax(w), dtype)`, as |w| bounds |S(w)|.
+  to the range of the type: times `current_scale(frozen * quantize.amax(w), dtype)`, as |w| bounds |S(w)|.
   Rounded once, to nearest even; what exceeds the largest float8 becomes it, NaN stays NaN, and what rounds to zero is
   0.0.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _partitioning
+from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels.pack.api import candidates, matrix_scale
 from pallas_kernels.pack.reference import is_float8
 
@@ -20,35 +20,23 @@ TRANSPOSE = ('no', 'both', 'only')
 
 # Scales stay within 2^-126 and 2^126, so that neither a scale nor its inverse is subnormal or infinite. Ours.
 _LARGEST_SCALE = 2.0**126
-# One thread block reduces so many.
-_MOST_PARTS = 4096
-# Each part is a thread block's, and fewer leave processors idle; XLA then divides the whole by itself. Ours.
-_FEWEST_PARTS = 256
 
 
 def amax(x: Array) -> Array:
-  """The largest magnitudes of parts of each matrix of `x`, float32 of shape `[..., parts]`; NaN of a part with one.
+  """The largest magnitude of each matrix of `x`, float32 of shape `x.shape[:-2]`; NaN if it holds one.
 
   An XLA reduction, a pass of its own over `x` (two bytes an entry in bfloat16): the scale must be known before the
-  first entry is rounded. `current_scale` reduces the parts as it makes a scale of them, in one kernel.
+  first entry is rounded. It is not asked for by parts: that saves a launch, and took longer on an H200.
 
   Args:
-    x: floats, `[..., R, C]`; parts are runs of rows, as many as divide R, up to 4,096; one where these would be fewer
-      than `_FEWEST_PARTS`, and where a mesh may divide the array, whose parts may be others.
+    x: floats, `[..., R, C]`.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import amax
-  >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])).max())
+  >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])))
   3.0
   """
-  *lead, rows, columns = x.shape
-  parts = _parts(rows) if _device.arrays_are_whole() else 1
-  return jnp.max(jnp.abs(x).reshape(*lead, parts, rows // parts, columns), axis=(-2, -1)).astype(jnp.float32)
-
-
-def _parts(rows: int) -> int:
-  parts = next(n for n in range(min(rows, _MOST_PARTS), 0, -1) if rows % n == 0) if rows else 1
-  return parts if parts >= _FEWEST_PARTS else 1
+  return jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.float32)
 
 
 def current_scale(amax: Array, dtype: Any) -> Array:
@@ -60,7 +48,7 @@ def current_scale(amax: Array, dtype: Any) -> Array:
   upstream shows, and does not pass for a clipped number.
 
   Args:
-    amax: largest magnitudes of the parts of a tensor, float32, `[..., parts]`.
+    amax: largest magnitudes, float32, any shape.
     dtype: float8_e4m3fn (largest 448) or float8_e5m2 (57344).
 
   Raises:
@@ -68,14 +56,13 @@ def current_scale(amax: Array, dtype: Any) -> Array:
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import current_scale
-  >>> float(current_scale(jnp.array([2.0, 7.0]), jnp.float8_e4m3fn))
+  >>> float(current_scale(jnp.array(7.0), jnp.float8_e4m3fn))
   64.0
   """
   largest = float(jnp.finfo(_float8(dtype)).max)
   amax = jnp.asarray(amax, jnp.float32)
   bounded = jnp.maximum(amax, jnp.float32(largest / _LARGEST_SCALE))
-  # The smallest of the scales of the parts: XLA divides on its way into the reduction, and not on its way out.
-  return jnp.min(jnp.float32(largest) / bounded, axis=-1)
+  return jnp.float32(largest) / bounded
 
 
 def quantize(

@@ -71,7 +71,7 @@ class SoftThresholdTest(parameterized.TestCase):
   def test_operand_and_dense_hold_the_rounded_projection(self, axis, dtype):
     w = normal((2, 68, 132), jnp.float32)
     soft = shrink(np.asarray(w)) if axis == -1 else np.swapaxes(shrink(np.swapaxes(w, 1, 2)), 1, 2)
-    scale = current_scale(jnp.asarray(np.abs(soft).max(2)), dtype)
+    scale = current_scale(jnp.asarray(np.abs(soft).max((1, 2))), dtype)
     packed = soft_threshold_pack(w, scale, axis=axis, dtype=dtype)
     self.assertEqual(packed.operand.dtype, dtype)
     expected = rounded(soft * np.asarray(scale)[:, None, None], dtype)
