@@ -224,19 +224,19 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
   plan, activation = static.plan, static.activation
   precision = plan.precision
   up, down = (dict(backend=layer.backends.forward, dtype=x.dtype) for layer in (plan.up, plan.down))
-  rows = precision.rounded(x, keep=keep)
+  rows, amax = precision.rounded(x, keep=keep), None
   if static.gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
     z = linear_layer.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
     z = static.hidden.constrained(z, 2)
     h = jax.custom_batching.sequential_vmap(functools.partial(linear_layer.gate, activation=activation))(z)
   else:
-    found = precision.forward(
-      packed['up'], rows, bias=biases['up'], activation=activation, keep_preactivation=keep, **up
-    )
-    h, z = found if keep else (found, None)
-    z = z if z is None else static.hidden.constrained(z)
-  h = precision.rounded(static.hidden.constrained(h), keep=keep)
+    asked = dict(keep_preactivation=keep, amax=precision.notes_amax)
+    found = precision.forward(packed['up'], rows, bias=biases['up'], activation=activation, **asked, **up)
+    h, *others = found if any(asked.values()) else (found,)
+    z = static.hidden.constrained(others.pop(0)) if keep else None
+    amax = others.pop() if others else None
+  h = precision.rounded(static.hidden.constrained(h), keep=keep, amax=amax)
   return precision.forward(packed['down'], h, bias=biases['down'], **down), rows, z, h
 
 
@@ -257,9 +257,12 @@ def _fused_bwd(static, residuals, dy):
   dense = dict(backend=backends.input_grad, dtype=dy.dtype)
   key = keys['down'] if static.plan.down.sampled else None
   dy_rounded, dw_down = linear_layer.kernel_weight_grad(dy, key, h, **sampling)
-  dh = static.hidden.constrained(precision.input_grad(packed['down'], dy_rounded, **dense))
+  notes = precision.notes_amax and not static.gated
+  found = precision.input_grad(packed['down'], dy_rounded, amax=notes, **dense)
+  dh, amax = found if notes else (found, None)
   dz, dw_hidden = linear_layer.activation_and_weight_grad(
-    dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling
+    static.hidden.constrained(dh), z, keys['hidden'], x, amax, activation=static.activation, gated=static.gated,
+    **sampling,
   )
   if static.gated:
     dx = linear_layer.multiply_pair('input_grad', packed['gate'], packed['up'], dz, precision=precision, **dense)

@@ -120,15 +120,15 @@ class Fp8(Precision):
       packed = pack_costs.soft_threshold_pack(entries, stored, 1)
     return quantize_costs.amax(entries, stored), packed
 
-  def rounded(self, x: Array, *, keep: bool) -> Rounded:
-    def one(x: Array) -> Rounded:
-      scale = quantize.current_scale(quantize.amax(x), E4M3)
+  def rounded(self, x: Array, *, keep: bool, amax: Array | None = None) -> Rounded:
+    def one(x: Array, amax: Array | None) -> Rounded:
+      scale = quantize.current_scale(quantize.amax(x) if amax is None else amax, E4M3)
       if not keep:
         return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, scale)
       values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.pass_backends)
       return Rounded(values, transposed, scale)
 
-    return jax.custom_batching.sequential_vmap(one)(x)
+    return jax.custom_batching.sequential_vmap(one)(x, amax)
 
   def rounding(self, entries: int, wide: int, *, scaled: bool = False) -> Moves:
     both_ways = quantize_costs.quantize(entries, wide, transpose='both')
@@ -147,20 +147,25 @@ class Fp8(Precision):
       return jax.custom_batching.sequential_vmap(run)(x, w)
     return super().forward(w, x, backend=backend, dtype=dtype, **epilogue)
 
-  def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
+  def input_grad(
+    self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any, amax: bool = False
+  ) -> Any:
     if backend is not None:
-      return super().input_grad(w, dz, backend=backend, dtype=dtype)
+      return super().input_grad(w, dz, backend=backend, dtype=dtype, amax=amax)
 
     def run(dz: Rounded, matrix: Array, scale: Array) -> Array:
       with jax.named_scope('input_grad'):
         return _dense_matmul(dz.values, dz.scale, _partitioning.whole(matrix), scale, dtype)
 
-    return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.scale)
+    dx = jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.scale)
+    return (dx, None) if amax else dx
 
   def scale_of(self, dz: Array) -> Any:
     return quantize.current_scale(quantize.amax(dz), self.gradients)
 
-  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> Any:
+  def scale_of_activation(
+    self, dh: Array, z: Array, amax: Array | None = None, *, activation: str, gated: bool
+  ) -> Any:
     steepest = None if gated else ACTIVATIONS[activation].steepest
     if steepest is None:
       rule = _partitioning.Rule(('n m', 'n . m' if gated else 'n m'), ('',), order=('n', 'm'), sums=('n', 'm'))
@@ -169,7 +174,7 @@ class Fp8(Precision):
       )
     else:
       # A bound of dz that needs dh alone.
-      largest = steepest * quantize.amax(dh)
+      largest = steepest * (quantize.amax(dh) if amax is None else amax)
     return quantize.current_scale(largest, self.gradients)
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
@@ -228,7 +233,7 @@ def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str
 
 def _dense_forward(
   x: Rounded, w: PackedWeight, *, dtype: Any, bias: Array | None = None, activation: str | None = None,
-  keep_preactivation: bool = False,
+  keep_preactivation: bool = False, amax: bool = False,
 ) -> Any:  # fmt: skip
   with jax.named_scope('forward'):
     z = _dense_matmul(x.values, x.scale, _partitioning.whole(w.transposed_matrix), w.scale, dtype)
@@ -237,7 +242,8 @@ def _dense_forward(
   if activation is None:
     return z
   h = activate(z.astype(jnp.float32), activation).astype(dtype)
-  return (h, z) if keep_preactivation else h
+  others = ((z,) if keep_preactivation else ()) + ((quantize.amax(h),) if amax else ())
+  return (h, *others) if others else h
 
 
 def _dense_matmul(x: Array, x_scale: Array, w: Array, w_scale: Array, dtype: Any) -> Array:

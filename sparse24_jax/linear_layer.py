@@ -104,17 +104,19 @@ def _kernel_weight_grad(shard, dz, key, x, scale, x_scale, *, backend, column, p
 
 
 def activation_and_weight_grad(
-  dh: Array, z: Array, key: Array, x: Rounded, *, backend: str, activation: str, gated: bool, precision: Precision
-) -> tuple[Rounded, list[Array]]:
+  dh: Array, z: Array, key: Array, x: Rounded, amax: Array | None = None, *, backend: str, activation: str, gated: bool,
+  precision: Precision,
+) -> tuple[Rounded, list[Array]]:  # fmt: skip
   """(dz from dh, dw = x^T V(dz)); the pass that makes dz also samples it.
 
-  With a gate z and dz are `[tokens, 2, h]`, and dw that of gate and that of up.
+  With a gate z and dz are `[tokens, 2, h]`, and dw that of gate and that of up. `amax` is the largest magnitude of dh,
+  if known.
   """
   dz = 'k*4 . m*4' if gated else 'k*4 m*4'
   rule = _rule(('k*4 m*4', dz), key, precision, (dz, *('n m*4',) * (2 if gated else 1)))
 
-  def one(dh, z, key, x):
-    scale = precision.scale_of_activation(dh, z, activation=activation, gated=gated)
+  def one(dh, z, key, x, amax):
+    scale = precision.scale_of_activation(dh, z, amax, activation=activation, gated=gated)
     with jax.named_scope('weight_grad'):
       dz, *dw = _partitioning.partitioned(
         'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x.residual, scale,
@@ -122,7 +124,7 @@ def activation_and_weight_grad(
       )  # fmt: skip
     return dz, scale, dw
 
-  dz, scale, dw = jax.custom_batching.sequential_vmap(one)(dh, z, key, x.for_backward)
+  dz, scale, dw = jax.custom_batching.sequential_vmap(one)(dh, z, key, x.for_backward, amax)
   return Rounded(dz, None, scale), [_partitioning.whole(part) for part in dw]
 
 

@@ -18,17 +18,17 @@ Role = Literal['forward', 'input_grad', 'weight_grad']
 def multiply(
   role: Role, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
   activation: str | None = None, keep_preactivation: bool = False, scales: tuple[Any, Any] = (None, None),
-  alpha: float = 1.0, b_layout: str = 'nk', dtype: Any = None,
+  alpha: float = 1.0, amax: bool = False, b_layout: str = 'nk', dtype: Any = None,
 ) -> Any:  # fmt: skip
   """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient from `[k, n]` or `[n, k]`.
 
-  With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs.
+  With `keep_preactivation` or `amax` a tuple, as there. The role names the call in profiles and compiled programs.
   """
 
   def one(a, b, bias, scales):
     return api.sparse_matmul(
       a, b, bias=bias, a_scale=scales[0], b_scale=scales[1], activation=activation, out_dtype=dtype, b_layout=b_layout,
-      alpha=alpha, out_layout='nm', keep_preactivation=keep_preactivation, implementation=backend,
+      alpha=alpha, out_layout='nm', keep_preactivation=keep_preactivation, amax=amax, implementation=backend,
     )  # fmt: skip
 
   lead = b.shape[:-1] if b_layout == 'nk' else b.shape[-1:]
@@ -39,7 +39,7 @@ def multiply(
       # XLA joins a kernel with what writes its result into the residuals of a scan; where the result is read as well,
       # the kernel then runs twice.
       d = jax.lax.optimization_barrier(d)
-  return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
+  return jax.tree.map(lambda x: x.reshape(*lead, -1) if x.ndim else x, d)
 
 
 def matmul(a: Array, b: Array, like: Array | None = None, *, asked: Asked = PLAIN, dtype: Any = None) -> Array:

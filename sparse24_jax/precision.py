@@ -62,9 +62,12 @@ class Precision:
 
   Attributes:
     pass_backends: back ends of its passes over memory, the best first; None are those of the device that runs them.
+    notes_amax: whether matmuls in a block are asked for the largest magnitude of what they make, for the scale with
+      which it is rounded next. Not until an H200 has timed it; interpreted and compiled, it is right.
   """
 
   pass_backends: tuple[str, ...] | None = None
+  notes_amax: bool = False
 
   # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
   # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
@@ -139,8 +142,8 @@ class Precision:
       return (pack_costs.masked_pack(entries, stored, width, operands=operands, from_mask=True),)
     return (pack_costs.soft_threshold_pack(entries, stored, width),)
 
-  def rounded(self, x: Array, *, keep: bool) -> Rounded:
-    """x `[tokens, features]`, for a backward if `keep`."""
+  def rounded(self, x: Array, *, keep: bool, amax: Array | None = None) -> Rounded:
+    """x `[tokens, features]`, for a backward if `keep`; `amax` is its largest magnitude, if known."""
     return Rounded(x, x)
 
   def rounding(self, entries: int, wide: int, *, scaled: bool = False) -> Moves:
@@ -154,14 +157,17 @@ class Precision:
     return PackedWeight(None, None, p.input_grad, scale=p.scale)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
-    """z `[tokens, out]`; with an epilogue its activation, or (activation(z), z), see `multiply`."""
+    """z `[tokens, out]`; with an epilogue its activation, or a tuple with z or its largest: see `multiply`."""
     scales = w.scale, x.scale
     return multiply('forward', w.operand('forward'), x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
 
-  def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
-    """dx `[tokens, in]`."""
+  def input_grad(
+    self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any, amax: bool = False
+  ) -> Any:
+    """dx `[tokens, in]`; with `amax` (dx, its largest magnitude, or None where a dense matmul does not note it)."""
     scales = w.scale, dz.scale
-    return multiply('input_grad', w.operand('input_grad'), dz.values, backend=backend, scales=scales, dtype=dtype)
+    operand = w.operand('input_grad')
+    return multiply('input_grad', operand, dz.values, backend=backend, scales=scales, dtype=dtype, amax=amax)
 
   def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""
@@ -171,8 +177,10 @@ class Precision:
     """The scale of a gradient, or None."""
     return None
 
-  def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> Any:
-    """The scale of the dz that these give, or None."""
+  def scale_of_activation(
+    self, dh: Array, z: Array, amax: Array | None = None, *, activation: str, gated: bool
+  ) -> Any:
+    """The scale of the dz that these give, or None; `amax` is the largest magnitude of dh, if known."""
     return None
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:

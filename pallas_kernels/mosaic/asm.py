@@ -40,6 +40,21 @@ def scaled_thread(scale: int) -> Any:
   return compat.arith.extui(i64(), compat.arith.muli(thread, compat.utils.c(scale, i32())))
 
 
+def lane_and_warp(memory: Any) -> tuple[Any, Any]:
+  """The thread's place in its warp, and the address of the 32 bits of its warp in memory for a warpgroup's four."""
+  thread = compat.arith.remui(compat.utils.thread_idx(), compat.utils.c(THREADS, i32()))
+  warp_size = compat.utils.c(32, i32())
+  lane, warp = compat.arith.remui(thread, warp_size), compat.arith.divui(thread, warp_size)
+  place = compat.arith.extui(i64(), compat.arith.muli(warp, compat.utils.c(4, i32())))
+  return lane, add(address(memory), place)
+
+
+def larger_magnitude(largest: Any, value: Any) -> Any:
+  """The larger of a magnitude and that of a float32, one instruction; NaN if either is."""
+  text = '{ .reg .f32 magnitude; abs.f32 magnitude, $2; max.NaN.f32 $0, $1, magnitude; }'
+  return compat.llvm.inline_asm(f32(), [largest, value], text, '=f,f,f')
+
+
 def extract(register: Any, i: int = 0) -> Any:
   position = compat.ir.DenseI64ArrayAttr.get([i])
   return compat.vector.extract(register, dynamic_position=[], static_position=position)

@@ -23,6 +23,8 @@ from pallas_kernels import _compat as compat
 from pallas_kernels import operand
 from pallas_kernels.mosaic import asm as ptx
 
+# Of a warp, whose lane is $0.
+_FIRST_LANE = '.reg .pred first; setp.eq.u32 first, $0, 0;'
 PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
 
 
@@ -38,6 +40,8 @@ class Blocks:
     finish: (accumulator, held, b_ref) -> float32 [rows, bn] after the last wgmma.
     store_partial: (float32 [rows, bn], global or shared memory ref [rows * bn]) -> None.
     add_partial: (float32 [rows, bn], memory ref) -> their sum.
+    clear_largest: (global memory ref [4], one of each warp) -> None.
+    note_largest: (float32 chunk of rows and columns, that ref) -> None; it then holds no less than their magnitudes.
   """
 
   zeros: Any
@@ -47,6 +51,8 @@ class Blocks:
   finish: Any
   store_partial: Any
   add_partial: Any
+  clear_largest: Any
+  note_largest: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +207,23 @@ def blocks(s: Shape) -> Blocks:
         values[i + j] = compat.arith.addf(values[i + j], compat.llvm.extractvalue(ptx.f32(), loaded, [j]))
     return ptx.from_floats(values, accumulator)
 
-  return Blocks(zeros, no_metadata, load_metadata, step, finish, store_partial, add_partial)
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=())
+  def clear_largest(ctx, memory):
+    ptx.asm(f'{{ {_FIRST_LANE} @first st.global.u32 [$1], 0; }}', ptx.lane_and_warp(memory), 'r,l')
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=())
+  def note_largest(ctx, chunk, memory):
+    largest = compat.arith.constant(ptx.f32(), 0.0)
+    for value in ptx.floats(chunk):
+      largest = ptx.larger_magnitude(largest, value)
+    # Magnitudes are in the order of their bits, with NaN above all. No one waits for the maximum in memory.
+    note = 'redux.sync.max.u32 bits, $2, 0xFFFFFFFF; @first red.relaxed.gpu.global.max.u32 [$1], bits;'
+    bits = compat.arith.bitcast(ptx.i32(), largest)
+    ptx.asm(f'{{ .reg .b32 bits; {_FIRST_LANE} {note} }}', [*ptx.lane_and_warp(memory), bits], 'r,l,r')
+
+  return Blocks(
+    zeros, no_metadata, load_metadata, step, finish, store_partial, add_partial, clear_largest, note_largest
+  )
 
 
 def _multiply(s: Shape, registers: list[Any], words: list[Any], a: Any, b: Any) -> list[Any]:
@@ -300,6 +322,12 @@ def standins(s: Shape) -> Blocks:
   def store_partial(accumulator, memory):
     memory[...] = accumulator.reshape(-1)
 
+  def clear_largest(memory):
+    memory[...] = jnp.zeros(memory.shape, jnp.float32)
+
+  def note_largest(chunk, memory):
+    memory[...] = jnp.maximum(memory[...], jnp.max(jnp.abs(chunk)))
+
   return Blocks(
     zeros=lambda: jnp.zeros((s.rows, s.bn), jnp.float32),
     no_metadata=lambda: jnp.zeros((s.tiles, s.metadata_words, ptx.THREADS), jnp.uint32),
@@ -308,4 +336,6 @@ def standins(s: Shape) -> Blocks:
     finish=lambda accumulator, held, b_ref: accumulator,
     store_partial=store_partial,
     add_partial=lambda accumulator, memory: accumulator + memory[...].reshape(accumulator.shape),
+    clear_largest=clear_largest,
+    note_largest=note_largest,
   )

@@ -40,7 +40,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
 
   Returns:
-    A function (values [M, K/2], metadata, b, *factors) -> (D,), or (D, Z) with `keep_preactivation`, where factors are
+    A function (values [M, K/2], metadata, b, *factors) -> (D,), or (D, Z) with `keep_preactivation`, and with `amax`
+    numbers of which the largest is that of the magnitudes of D, before it is rounded. Factors are
     in float32 scales of shape [1], the inverse of the row scale and the bias, padded to whole tiles of M, and the
     inverse of the column scale, padded to whole tiles of N, in this order and as far as `p` has them.
   """
@@ -101,6 +102,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
     # D, then Z if it is kept.
     outs, partial = rest[len(vectors) :][:num_outs], rest[len(vectors) + num_outs :]
+    largest, partial = (partial[0], partial[1:]) if p.amax else (None, partial)
     row_scale = vectors.pop(0) if p.row_scale else None
     bias = vectors.pop(0) if p.bias else None
     column_scale = vectors.pop(0) if p.column_scale else None
@@ -119,6 +121,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         if c.along == 'm':
           return item, mi * c.cluster + rank, ni
         return item, mi, ni * c.cluster + rank
+
+      def consumer_of(cluster):
+        return (cluster * c.cluster + rank) * CONSUMERS + warpgroup
 
       @pl.when(warpgroup == CONSUMERS)
       def _produce():
@@ -155,6 +160,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
       @pl.when(warpgroup < CONSUMERS)
       def _consume():
         plgpu.set_max_registers(consumer_registers, action='increase')
+        if largest is not None:
+          ops.clear_largest(largest.at[consumer_of(cluster)])
 
         def multiply(turn, first):
           item, mi, ni = item_of(turn)
@@ -195,7 +202,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           if c.delay:
             _when(item.steps > 0 if splits else True, lambda: plgpu.barrier_arrive(empty.at[last]))
           if splits:
-            mine = (cluster * c.cluster + rank) * CONSUMERS + warpgroup
+            mine = consumer_of(cluster)
 
             @pl.when(jnp.logical_and(item.helps, item.steps > 0))
             def _help():
@@ -248,7 +255,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               piece = (i * (c.bn // c.epilogue_n) + j) * num_outs
               if p.keep_preactivation:
                 store_piece(chunk, outs[1], row, column, piece)
-              store_piece(reference.activate(chunk, p.activation), outs[0], row, column, piece + num_outs - 1)
+              d = reference.activate(chunk, p.activation)
+              if largest is not None:
+                ops.note_largest(d, largest.at[consumer_of(cluster)])
+              store_piece(d, outs[0], row, column, piece + num_outs - 1)
 
         def store_piece(values, out, row, column, piece):
           # Wait until TMA has read the oldest piece out of the buffer that comes next.
@@ -266,10 +276,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)
+  out_types = (out_type,) * num_outs
+  if p.amax:
+    out_types += (jax.ShapeDtypeStruct((consumers, 4), jnp.float32),)  # of each warp
   partial_type = jax.ShapeDtypeStruct((consumers, c.rows * c.bn), jnp.float32)
   call = plgpu.kernel(
     kernel,
-    out_type=(out_type,) * num_outs + ((partial_type,) if splits else ()),
+    out_type=out_types + ((partial_type,) if splits else ()),
     grid=(work.clusters,), grid_names=('cluster',),
     cluster=(c.cluster,), cluster_names=('rank',),
     num_threads=CONSUMERS + 1, thread_name='warpgroup',
@@ -280,11 +293,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   )
 
   def run(*args: Array) -> tuple[Array, ...]:
-    return tuple(call(*args)[:num_outs])
+    return tuple(call(*args)[: len(out_types)])
 
   # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
   return jax.custom_batching.sequential_vmap(run) if interpret else once(
-    run, (out_type,) * num_outs, 'sparse_matmul', p, c, num_sms
+    run, out_types, 'sparse_matmul', p, c, num_sms
   )
 
 

@@ -81,6 +81,7 @@ class Problem:
     column_scale: whether each of its columns has.
     keep_preactivation: whether D is stored before the activation too.
     alpha: what the accumulator is multiplied with.
+    amax: whether the largest magnitude of D is noted.
   """
 
   m: int
@@ -98,11 +99,14 @@ class Problem:
   column_scale: bool = False
   keep_preactivation: bool = False
   alpha: float = 1.0
+  amax: bool = False
 
   @property
   def call(self) -> Call:
     """What a back end is asked for."""
-    return Call(self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation, self.alpha)
+    return Call(
+      self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation, self.alpha, self.amax
+    )
 
   @property
   def key(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def sparse_matmul(
   out_layout: str = 'mn',
   keep_preactivation: bool = False,
   alpha: float = 1.0,
+  amax: bool = False,
   implementation: str | None = None,
 ) -> Any:
   """D = activation(alpha A . B / scales + bias) with A 2:4-sparse along the sum, accumulated in float32.
@@ -71,6 +72,8 @@ def sparse_matmul(
     keep_preactivation: also return Z, what the activation is applied to, which its backward needs; the kernel stores
       it on its way to D. Needs an activation.
     alpha: a number that A . B is multiplied with.
+    amax: also return the largest magnitude of D, float32, NaN if it holds one: what a scale of D is made of. The Hopper
+      kernel notes it on its way to D, unless a mesh divides the arrays.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
       None: the fastest by the records of this GPU under `pallas_kernels/tuned`; where nothing near was measured, by a
@@ -78,7 +81,7 @@ def sparse_matmul(
 
   Returns:
     D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
-    activation of the rounded Z.
+    activation of the rounded Z. With `amax` a tuple that ends with it.
 
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call. Positions of a concrete A that
@@ -105,9 +108,14 @@ def sparse_matmul(
     m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
     check=_device.arrays_are_whole(),
   )
-  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation, float(alpha))
+  by_kernel = amax and _device.arrays_are_whole()
+  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation, float(alpha), by_kernel)
   vectors = Vectors(_float32(bias), _float32(a_scale), _float32(b_scale))
-  return _call(_Asked(implementation, tuple(candidates), call), a, b, vectors)
+  found = _call(_Asked(implementation, tuple(candidates), call), a, b, vectors)
+  if not amax or by_kernel:
+    return found
+  d, *z = found if keep_preactivation else (found,)
+  return (d, *z, reference.largest(d))
 
 
 def _float32(x: Array | None) -> Array | None:

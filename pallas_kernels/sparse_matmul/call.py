@@ -37,6 +37,7 @@ class Call:
     activation: a key of `ACTIVATIONS`, or None.
     keep_preactivation: whether Z, which the activation is applied to, is returned beside D.
     alpha: what A . B is multiplied with.
+    amax: whether the largest magnitude of D as it is stored is returned, too, last.
   """
 
   out_dtype: jnp.dtype
@@ -45,6 +46,7 @@ class Call:
   activation: str | None = None
   keep_preactivation: bool = False
   alpha: float = 1.0
+  amax: bool = False
 
   def sizes(self, a: Any, b: Array) -> tuple[int, int, int]:
     """(M, N, K)."""
@@ -53,4 +55,4 @@ class Call:
 
   def is_plain(self, vectors: Vectors) -> bool:
     """Whether D is A . B, and nothing follows."""
-    return self.activation is None and self.alpha == 1 and all(x is None for x in vectors)
+    return self.activation is None and self.alpha == 1 and not self.amax and all(x is None for x in vectors)

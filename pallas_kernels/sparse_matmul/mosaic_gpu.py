@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.arch import WGMMA
 from pallas_kernels.mosaic.sizes import ceil
+from pallas_kernels.sparse_matmul import reference
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import candidates as settings
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
@@ -60,11 +61,11 @@ def sparse_matmul(
       f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}{instead}'
     )
   _check_types(a.dtype, b.dtype, call.out_dtype, call.b_layout)
+  same = dict(config=config, device=device, interpret=interpret)
   if call.out_dtype.itemsize == 4 and call.out_layout == 'nm':
     # A shared-memory store transposes 16-bit elements only; XLA transposes afterwards.
     rows_first = dataclasses.replace(call, out_layout='mn')
-    d = sparse_matmul(a, b, vectors, rows_first, config=config, device=device, interpret=interpret)
-    return jax.tree.map(jnp.transpose, d)
+    return jax.tree.map(jnp.transpose, sparse_matmul(a, b, vectors, rows_first, **same))
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
   operand.check_layout(a, layout=WGMMA.layout)
   m, n, k = call.sizes(a, b)
@@ -76,16 +77,27 @@ def sparse_matmul(
     column_scale=_is_vector(vectors.b_scale),
     keep_preactivation=call.keep_preactivation,
     alpha=call.alpha,
+    amax=call.amax,
   )
   config = config or for_outputs(p, chosen_config(p, device))
+  if p.amax and p.bias and n % config.cluster_tile[1]:
+    # Columns of the last tile that are none hold what the bias makes of zero.
+    d = sparse_matmul(a, b, vectors, dataclasses.replace(call, amax=False), **same)
+    d, *z = d if p.keep_preactivation else (d,)
+    return (d, *z, reference.largest(d))
   padded = _padded(p, config)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
   b = operand.pad_to(b, (padded.n, padded.k) if p.b_layout == 'nk' else (padded.k, padded.n))
   factors = _factors(padded, config, vectors)
   run = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)
-  d, *z = (x[:m, :n] if p.out_layout == 'mn' else x[:n, :m] for x in run(values, metadata, b, *factors))
-  return (d, *z) if p.keep_preactivation else d
+  outs, noted = run(values, metadata, b, *factors), ()
+  if p.amax:
+    *outs, largest = outs
+    # Of the float32 values: rounding keeps their order.
+    noted = (jnp.max(largest).astype(p.out_dtype).astype(jnp.float32),)
+  d, *others = *(x[:m, :n] if p.out_layout == 'mn' else x[:n, :m] for x in outs), *noted
+  return (d, *others) if others else d
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:

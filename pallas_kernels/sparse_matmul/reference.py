@@ -37,7 +37,8 @@ def sparse_matmul(
     call: what is returned, and alpha.
 
   Returns:
-    D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values.
+    D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values; with `amax` the
+    largest magnitude of D last, float32.
   """
   a = operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a)
   a32 = formats.expand(a).astype(jnp.float32)
@@ -48,7 +49,7 @@ def sparse_matmul(
 
 
 def results(d: Array, vectors: Vectors, call: Call) -> Any:
-  """What a back end returns whose float32 sums are `d` [M, N]: D, or (D, Z), rounded and in `out_layout`."""
+  """What a back end returns whose float32 sums are `d` [M, N]: D, with Z and amax if asked, in `out_layout`."""
 
   def stored(x: Array) -> Array:
     # Rounded, then transposed: the other way round XLA makes a 16-bit matmul that it cannot run on a CPU.
@@ -57,7 +58,13 @@ def results(d: Array, vectors: Vectors, call: Call) -> Any:
 
   z = preactivation(d, vectors, call.alpha)
   d = stored(activate(z, call.activation))
-  return (d, stored(z)) if call.keep_preactivation else d
+  others = ((stored(z),) if call.keep_preactivation else ()) + ((largest(d),) if call.amax else ())
+  return (d, *others) if others else d
+
+
+def largest(d: Array) -> Array:
+  """The largest magnitude of D, float32; NaN if it holds one."""
+  return jnp.max(jnp.abs(d)).astype(jnp.float32)
 
 
 def preactivation(d: Array, vectors: Vectors, alpha: float = 1.0) -> Array:

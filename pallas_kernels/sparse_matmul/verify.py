@@ -39,6 +39,7 @@ def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu')
     bias=choose(True, False), a_scale=choose(None, 'scalar', 'row') if narrow else None,
     b_scale=choose(None, 'scalar', 'row') if narrow else None,
     keep_preactivation=choose(False, False, True), alpha=choose(1.0, 2.0) if narrow else 1.0,
+    amax=choose(False, False, True),
     seed=int(rng.integers(2**31)),
   )
   return case | dict(config=_setting(rng, case) if implementation == 'mosaic_gpu' else None)
@@ -88,7 +89,7 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
   d = a.reshape(m, k) @ b.astype(np.float32).T
   call = Call(
     jnp.dtype(case['out_dtype']), case['b_layout'], case['out_layout'], case['activation'], case['keep_preactivation'],
-    case['alpha'],
+    case['alpha'], case['amax'],
   )
   exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
   expected = reference.results(jnp.asarray(d), vectors, exact)
@@ -103,7 +104,10 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
 
 
 def _one_array(outputs: Any) -> jax.Array:
-  return jnp.stack(outputs) if isinstance(outputs, tuple) else outputs
+  if not isinstance(outputs, tuple):
+    return outputs
+  like = outputs[0]
+  return jnp.stack([jnp.broadcast_to(x, like.shape).astype(like.dtype) for x in outputs])
 
 
 def _vector(rng: np.random.Generator, kind: Any, size: int) -> jax.Array | None:

@@ -1,5 +1,6 @@
 """The feed-forward block in FP8, against formulas written in NumPy and ml_dtypes, and against the simulation."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -11,8 +12,9 @@ import pytest
 
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import api as pack
+from pallas_kernels.quantize import api as quantize
 import sparse24_jax as s24
-from sparse24_jax import block_plan, fp8
+from sparse24_jax import block_plan, fp8, plan
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
@@ -24,9 +26,11 @@ from tests.sparse24_jax.fp8_problems import (
   CHOOSES,
   ffn_and_gradients,
   FLIPS,
+  init_masks,
   jit,
   KERNELS,
   KEY,
+  MASKED,
   NOISE,
   pack_weight,
   problem,
@@ -47,6 +51,25 @@ class FfnTest(parameterized.TestCase):
     self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, given[:3]))
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
+
+  @parameterized.parameters((KERNELS, 'gelu', False, 1), (MASKED, 'gelu', False, 2), (MASKED, 'silu', True, 0))
+  def test_matmuls_that_note_what_is_largest(self, policy, activation, gated, fewer):
+    """Without a gate there is no pass over h, nor over dh where the input gradient is sparse. All is as it was."""
+    given = problem(gated=gated, biased=True, **({'init': init_masks} if policy is MASKED else {}))
+
+    def run(precision):
+      with (
+        mock.patch.dict(plan.PRECISIONS, fp8=precision),
+        mock.patch.object(quantize, 'amax', side_effect=quantize.amax) as amax,
+        layers_alike.traced_one_by_one(),
+      ):
+        found = jit(lambda *args: ffn_and_gradients.__wrapped__(policy, activation, *args))(*given, KEY)
+      return amax.call_count, jax.tree.leaves(found)
+
+    (passes, expected), (found_passes, found) = run(fp8.FP8), run(dataclasses.replace(fp8.FP8, notes_amax=True))
+    self.assertEqual(passes - found_passes, fewer)
+    for one, other in zip(found, expected, strict=True):
+      np.testing.assert_array_equal(one, other)
 
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
   @pytest.mark.slow
@@ -112,7 +135,9 @@ class FfnTest(parameterized.TestCase):
     gated, rounded = what == 'gated block', fp8.Fp8.rounded
     x, weights, biases, states, _ = problem(gated=gated, biased=False)
 
-    def spy(self, x, *, keep):
+    def spy(self, x, *, keep, amax=None):
+      del amax
+
       def one_way(x):
         return rounded(self, x, keep=False)
 

@@ -113,6 +113,17 @@ class MeaningTest(parameterized.TestCase):
       self.assertEqual(found.dtype, jnp.bfloat16)
       np.testing.assert_allclose(np.asarray(found, np.float64), oracle, rtol=1.01 * 2**-8, atol=1e-6)
 
+  @parameterized.product(implementation=('reference', 'dense'), activation=(None, 'gelu'), whole=(False, True))
+  def test_the_largest_magnitude(self, implementation, activation, whole):
+    a, b, _ = _inputs(dtype='bfloat16')
+    options = dict(activation=activation, keep_preactivation=activation is not None, implementation=implementation)
+    with mock.patch.object(_device, 'arrays_are_whole', lambda: whole):
+      *found, amax = jit(functools.partial(api.sparse_matmul, amax=True, **options))(a, b)
+    self.assertEqual((amax, amax.dtype), (np.abs(np.asarray(found[0], np.float32)).max(), jnp.float32))
+    expected = jax.tree.leaves(jit(functools.partial(api.sparse_matmul, **options))(a, b))
+    for one, other in zip(found, expected, strict=True):
+      np.testing.assert_array_equal(one, other)
+
   def test_derivative_through_both_outputs(self):
     a, b, _ = _inputs()
     bias = np.linspace(-1, 1, 6, dtype=np.float32)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -125,6 +126,33 @@ class InterpretTest(parameterized.TestCase):
       out_dtype=jnp.dtype(out_dtype), keep_preactivation=True,
     )
 
+  @parameterized.parameters(
+    (dict(ctas=1, epilogue_n=32, slots=2), 128, 128, 'gelu', True, 'nm'),
+    (dict(ctas=2, cluster=2), 200, 100, None, False, 'mn'),  # columns that no bias moves
+    (dict(bn=8, bk=128, split=4, epilogue_n=8, ctas=8, stages=3), 200, 8, 'silu', True, 'nm'),
+    (dict(bn=8, bk=128, epilogue_n=8, ctas=2, delay=0, halves='k', stages=2), 200, 8, None, True, 'nm'),
+  )
+  def test_notes_the_largest_magnitude(self, change, m, n, activation, bias, out_layout):
+    a, b = _inputs(m, n, 1024 if 'split' in change else 512, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(**(dict(rows=64, bn=64, stages=2, cluster=1) | change))
+    call = Call(_BF16, 'nk', out_layout, activation, activation is not None, amax=True)
+    vectors = Vectors(_linspace(-9.0, 3.0, m) if bias else None)
+    f = functools.partial(mosaic_gpu.sparse_matmul, call=call, config=config, interpret=True)
+    with mock.patch.object(reference, 'largest', side_effect=AssertionError):  # by a pass over D
+      d, *z, largest = jax.jit(f)(a, b, vectors)
+    self.assertFalse(_compat.races_found())
+    self.assertEqual((largest, largest.dtype), (np.abs(np.asarray(d, np.float32)).max(), jnp.float32))
+    self.assertLen(z, call.keep_preactivation)
+
+  def test_a_bias_does_not_count_where_there_are_no_columns(self):
+    a, b = _inputs(128, 60, 128, _BF16, _BF16, 'nk')
+    a, b = dataclasses.replace(a, values=jnp.abs(a.values)), -jnp.abs(b)
+    call = Call(_BF16, 'nk', 'nm', amax=True)
+    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, call=call, config=_SMALL, interpret=True))
+    d, largest = f(a, b, Vectors(_linspace(30.0, 60.0, 128)))
+    self.assertEqual(largest, np.abs(np.asarray(d, np.float32)).max())
+    self.assertLess(largest, 60)
+
   def test_float8_with_scales_by_row_and_column(self):
     a, b = _inputs(128, 96, 256, _E4M3, jnp.dtype('float8_e5m2'), 'nk')
     a_scale, b_scale = _linspace(0.5, 2.0, 128), _linspace(1.0, 3.0, 96)
@@ -232,6 +260,10 @@ _PROGRAMS = {
   'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128), dict(scales='scalars'), 8),
   'float8_split': (
     (3072, 768, 32768), _E4M3, mosaic_gpu.Config(bk=128, split=4, slots=2), dict(scales='scalars', out_layout='nm'), 8
+  ),
+  'float8_largest': (
+    (6400, 24576, 1600), _E4M3, mosaic_gpu.Config(bk=128, slots=2),
+    dict(scales='scalars', bias=True, out_layout='nm', activation='gelu', keep_preactivation=True, amax=True), 12,
   ),
   'ragged': ((100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
   'side_by_side': ((1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
