@@ -89,6 +89,10 @@ def _relu(z: Array) -> Array:
   return jnp.where(z > 0, z, 0.0)
 
 
+def _relu_in_kernel(z: Array) -> Array:
+  return jnp.where(z <= 0, 0.0, z)  # NaN stays NaN
+
+
 def _relu_and_slope(z: Array) -> tuple[Array, Array]:
   return jnp.maximum(z, 0), (z > 0).astype(z.dtype)
 
@@ -112,9 +116,9 @@ ACTIVATIONS: dict[str, Activation] = {
   'silu': Activation(
     jax.nn.silu, _silu, _silu_and_slope, steepest=1.1, written=(_silu, lambda z: jax.lax.logistic(z) * z)
   ),
-  'relu': Activation(jax.nn.relu, _relu, _relu_and_slope, steepest=1.0, written=(_relu,)),
+  'relu': Activation(jax.nn.relu, _relu_in_kernel, _relu_and_slope, steepest=1.0, written=(_relu,)),
   'squared_relu': Activation(
-    lambda z: jnp.square(jax.nn.relu(z)), lambda z: _relu(z) * _relu(z), _squared_relu_and_slope,
+    lambda z: jnp.square(jax.nn.relu(z)), lambda z: jnp.square(_relu_in_kernel(z)), _squared_relu_and_slope,
     # The derivative of all is zero at zero. They differ at NaN and minus infinity alone.
     written=(
       lambda z: jnp.square(jnp.maximum(z, 0)), lambda z: jnp.square(jnp.maximum(0, z)), lambda z: jnp.clip(z, 0) ** 2,

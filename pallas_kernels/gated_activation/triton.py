@@ -61,9 +61,9 @@ def activate(z, ACTIVATION: tl.constexpr):
     share = tl.where(z < 0, tail, 1.0 - tail)
     return z * share, share + z * (bell * DENSITY)
   elif ACTIVATION == 'relu':
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    return tl.where(z <= 0, 0.0, z), tl.where(z > 0, 1.0, 0.0)
   else:
-    r = tl.maximum(z, 0.0)
+    r = tl.where(z <= 0, 0.0, z)
     return r * r, 2.0 * r
 
 

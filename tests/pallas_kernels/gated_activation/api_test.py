@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api
 from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
@@ -32,6 +33,15 @@ def backward(z, **options):
 
 
 class GatedActivationTest(parameterized.TestCase):
+
+  @parameterized.parameters(*ACTIVATIONS)
+  def test_nan_passes_and_zero_is_zero(self, activation):
+    known, z = ACTIVATIONS[activation], jnp.array([jnp.nan, 0.0, -0.0, -jnp.inf, 1.0, -1.0])
+    in_kernel = known.in_kernel(z)
+    self.assertTrue(jnp.isnan(in_kernel[0]))
+    np.testing.assert_array_equal(in_kernel[1:3], 0)
+    np.testing.assert_allclose(in_kernel[4:], known.function(z)[4:], rtol=1e-6)
+    np.testing.assert_array_equal(jnp.isnan(in_kernel), jnp.isnan(known.value_and_slope(z)[0]))
 
   @parameterized.product(activation=list(PLAIN))
   @pytest.mark.few(3)
