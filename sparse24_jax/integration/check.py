@@ -99,7 +99,7 @@ class Checked:
 
   def text(self, width: int | None = None) -> str:
     """The table, and sentences below it: a line each, or broken to a width, with what continues one indented."""
-    head = ('weight', 'shape', 'axes', 'projection', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
+    head = ('weight', 'shape', 'axes', 'policy', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
     rows = [head, *(_row(w, w.weight) for w in self.weights if w.weight is not None)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     table = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -286,9 +286,10 @@ def _unpacked(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
   return found
 
 
-def _projection(policy: DotPolicy) -> str:
-  name = policy.projection.name if policy.projection else 'none'
-  return name if policy.precision == 'default' else f'{name}, {policy.precision}'
+def _policy(policy: DotPolicy) -> str:
+  parts = [policy.projection.name if policy.projection else 'none']
+  parts += [policy.precision] * (policy.precision != 'default') + ['mvue'] * (policy.weight_grad == 'mvue')
+  return ', '.join(parts)
 
 
 def _wrapped(line: str, width: int) -> str:
@@ -306,7 +307,7 @@ def _row(checked: CheckedWeight, weight: BoundWeight) -> tuple[str, ...]:
   shares = ('-' if share is None else f'{share:.0%}' for share in (checked.pruned, checked.reached))
   return (
     weight.path, ' x '.join(map(str, weight.shape)), weight.layout.describe(),
-    _projection(weight.rule.policy),
+    _policy(weight.rule.policy),
     str(len(weight.uses)), ', '.join(dict.fromkeys(map(_tokens, weight.uses))),
     ', '.join(blocks) or '-', *shares,
   )  # fmt: skip

@@ -52,6 +52,13 @@ class CheckTest(parameterized.TestCase):
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
 
+  def test_the_table_tells_which_gradients_are_sampled(self):
+    recipe = s24.recipes.s_ste('up|down', fp8='e4m3').with_exact_gradients('down')
+    params = {'up': jax.ShapeDtypeStruct((16, 32), jnp.float32), 'down': jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    table = str(s24.check(recipe, lambda p, x: jax.nn.gelu(x @ p['up']) @ p['down'], params, x))
+    self.assertRegex(table, r'\ndown .* soft_threshold, fp8_e4m3  .*\nup .* soft_threshold, fp8_e4m3, mvue  ')
+
   def test_a_mistyped_alternative_is_told(self):
     f, params, x = example()
     checked = s24.check(s24.recipes.ste('que?ry|outt'), f, params, x)
