@@ -40,10 +40,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
 
   Returns:
-    A function (values [M, K/2], metadata, b, *factors) -> (D,), or (D, Z) with `keep_preactivation`, and with `amax`
-    numbers of which the largest is that of the magnitudes of D, before it is rounded. Factors are
-    in float32 scales of shape [1], the inverse of the row scale and the bias, padded to whole tiles of M, and the
-    inverse of the column scale, padded to whole tiles of N, in this order and as far as `p` has them.
+    A function (values [M, K/2], metadata, b, *factors) -> (D,), or (D, Z) with `keep_preactivation`; with `amax` last
+    float32 numbers, of which the largest is the largest magnitude of D before it is rounded. Factors are in float32
+    scales of shape [1], the inverse of the row scale and the bias, padded to whole tiles of M, and the inverse of the
+    column scale, padded to whole tiles of N, in this order and as far as `p` has them.
   """
   check_config(p, c)
   stages, unroll, tile_m = c.stages, c.unroll, c.tile_m
