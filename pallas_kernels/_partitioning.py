@@ -331,7 +331,7 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
     given = [x.sharding for x in (*arguments, *results)]
     if mesh.empty:
       log_once(f'{call.op}: no mesh is known, its arguments are gathered')
-      whole = [jax.sharding.GSPMDSharding.get_replicated(s._device_assignment) for s in given]
+      whole = [sharding_impls.GSPMDSharding.get_replicated(s._device_assignment) for s in given]
       return mesh, flat(WHOLE), tuple(whole[len(arguments) :]), tuple(whole[: len(arguments)])
     sizes = dict(mesh.shape)
     specs = [_known(mesh, x) for x in (*arguments, *results)]

@@ -29,12 +29,12 @@ from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
 from sparse24_jax._activation_reference import Reference
 from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_divisible, check_state
-from sparse24_jax.mvue import tokens_of
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour
 from sparse24_jax.projection import abstract_state
 from sparse24_jax.projections import projections_of
+from sparse24_jax.sizes import tokens_of
 
 
 def densest(uses: Array, policy: ActivationPolicy) -> Array:

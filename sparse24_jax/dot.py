@@ -23,11 +23,12 @@ from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.derivatives import once
 from sparse24_jax.layer_plan import LayerPlan
-from sparse24_jax.mvue import check_sampling, tokens_of, what_is_sampled
+from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
 from sparse24_jax.projection import abstract_state, Projection
+from sparse24_jax.sizes import tokens_of
 
 
 def dot(
@@ -81,8 +82,7 @@ def dot_at(
   """
   x, w = jnp.asarray(x), jnp.asarray(w)
   check_operands(x, w, state, policy)
-  plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
-  if plain or not x.size:  # an expert without tokens has zeros for gradients, too
+  if policy.is_plain or not x.size:  # an expert without tokens has zeros for gradients, too
     z = jnp.dot(x, w, precision=asked.precision, preferred_element_type=asked.sums())
     return z.astype(asked.result(x.dtype))
   if plan is None:

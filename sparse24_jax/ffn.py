@@ -18,6 +18,7 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 
 from collections.abc import Mapping
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +35,10 @@ from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
-from sparse24_jax.mvue import check_sampling, tokens_of, what_is_sampled
+from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
+from sparse24_jax.sizes import tokens_of
 
 
 def ffn(
@@ -116,7 +118,9 @@ def ffn_at(
   hidden = _Hidden(x.shape[:-1], hidden_sharding)
   if plan is None:
     sides = {name: w.shape for name, w in weights.items()}
-    plan = plan_block(policy, tokens_of(x), sides, x.dtype, (x, weights), down=down, asked=asked)
+    plain = policy.is_plain and (down is None or down.is_plain)
+    tokens = math.prod(x.shape[:-1]) if plain else tokens_of(x)  # which a plain plan may leave open
+    plan = plan_block(policy, tokens, sides, x.dtype, (x, weights), down=down, asked=asked)
   if not plan.fused:
     policies = dict.fromkeys(weights, policy) | {'down': down or policy}
     return _composed(plan, x, weights, biases, states, keys, policies, act, asked, hidden)
@@ -271,7 +275,8 @@ def _fused_bwd(static, residuals, dy):
   dx = _partitioning.like(dx, divided)
   dw = dict(zip(('down', 'gate', 'up') if static.gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
   given = {'up': dz, 'down': Rounded(dy, None)}
-  db = {name: precision.bias_grad(g, dy.dtype).reshape(-1) if name in there else None for name, g in given.items()}
+  made = {name: _partitioning.whole(precision.bias_grad(g, dy.dtype)) for name, g in given.items() if name in there}
+  db = {name: made[name].reshape(-1) if name in made else None for name in given}
   return dx, dw, db, None, None
 
 

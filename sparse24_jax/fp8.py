@@ -13,8 +13,8 @@ Without a projection W~ is the weight, and all three are dense.
 
 `precision='fp8_e4m3'` has e4m3 in the place of e5m2. Scales are per tensor and current, those of weights powers of two.
 FP8 matmuls read both operands with the contracted axis contiguous, so a tensor that is contracted along either axis is
-written both ways, by the one pass that also rounds it: x and its transpose; W~ packed and dense, or packed twice; dz
-dense and its sample packed. The backward keeps x^T alone, at a byte an entry.
+written both ways, by the one pass that also rounds it: x and its transpose; W~ packed and dense, packed twice, or
+dense twice; dz dense and its sample packed. The backward keeps x^T alone, at a byte an entry.
 """
 
 import dataclasses
@@ -84,9 +84,9 @@ class Fp8(Precision):
     return () if form == TransposableMasked() else ('forward',)
 
   def pack(self, form: Form | None, w: Array, state: Any, dtype: Any) -> PackedWeight:
-    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude; or w, dense.
+    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
 
-    Under a transposable mask w packed both ways; dense, it is kept both ways too.
+    Under a transposable mask w packed both ways, and w both ways if it is dense.
 
     The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
     It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
@@ -242,7 +242,7 @@ def _dense_forward(
   if activation is None:
     return z
   h = activate(z.astype(jnp.float32), activation).astype(dtype)
-  others = ((z,) if keep_preactivation else ()) + ((quantize.amax(h),) if amax else ())
+  others = ((z,) if keep_preactivation else ()) + ((None,) if amax else ())
   return (h, *others) if others else h
 
 

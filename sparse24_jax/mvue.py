@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 import contextlib
 import contextvars
-import math
-from typing import Any
 
 import jax
 from jax import Array
-import jax.export
 import jax.numpy as jnp
 
 from pallas_kernels.two_of_four import mvue
 from sparse24_jax.numerics import check_finite
+from sparse24_jax.sizes import tokens_of
 
 
 def mvue24(
@@ -104,19 +102,3 @@ def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '
         f'{of}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
         " times sequence a multiple of four on each shard, or give the rule weight_grad='dense'"
       )
-
-
-def tokens_of(x: Array) -> int:
-  """How many tokens x `[..., features]` has; ValueError while `jax.export` leaves that open."""
-  require_sizes(x.shape, 'x')
-  return math.prod(x.shape[:-1])
-
-
-def require_sizes(shape: tuple[Any, ...], name: str) -> None:
-  """ValueError unless all dimensions are numbers."""
-  if any(map(jax.export.is_symbolic_dim, shape)):
-    raise ValueError(
-      f'{name} of shape ({", ".join(map(str, shape))}) has symbolic dimensions, and kernels are chosen by the number of'
-      ' tokens: export the dense model with the weights that project(params, opt_state, recipe) returns, or give these'
-      ' dimensions sizes'
-    )

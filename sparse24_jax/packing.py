@@ -92,6 +92,7 @@ def with_values(dtype: Any, operand: SparseOperand) -> SparseOperand:
 
 def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
   """[W_gate | W_up] of what both hold; in FP8 under the smaller of their scales."""
+  assert gate.transposed is None and up.transposed is None, 'no block of dense weights is fused'
   scale = None
   if gate.scale is not None and up.scale is not None:
     scale = jnp.minimum(gate.scale, up.scale)

@@ -79,6 +79,11 @@ class DotPolicy:
       raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
 
   @property
+  def is_plain(self) -> bool:
+    """Whether its matmuls are those of a dense layer in the dtype of the activations."""
+    return self.projection is None and self.precision == 'default' and self.weight_grad == 'dense'
+
+  @property
   def of_matrix(self) -> 'DotPolicy':
     """The policy of the matrix `[..., in, out]`, of a weight that is stored in another way."""
     matrix = self.projection and self.projection.matrix

@@ -83,7 +83,10 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   """
   runs = _whole(records)
   against = dense_of({r['contender'] for r in runs})
-  dense = [r['step_ms'] for r in runs if r['contender'] == against and not r.get('disturbed')]
+  dense: dict[str, list[float]] = {}
+  for r in runs:
+    if r['contender'] == against and not r.get('disturbed'):
+      dense.setdefault(r.get('commit', ''), []).append(r['step_ms'])
   found = []
   for name in dict.fromkeys(r['contender'] for r in runs):
     own = [r for r in runs if r['contender'] == name]
@@ -94,9 +97,13 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     said = '; '.join(f'{settings}: ' + ', '.join(map(_loss, each)) for settings, each in losses.items())
     best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
     faster = speed = ''
-    if ms := [r['step_ms'] for r in own if not r.get('disturbed')]:
+    timed = [r for r in own if not r.get('disturbed')]
+    if ms := [r['step_ms'] for r in timed]:
       mean = statistics.fmean(set(ms))
-      faster = f'{statistics.fmean(set(dense)) / mean:.2f}' if dense else ''
+      # At the commits at which both ran, since sessions had GPUs of their own; where there is none, of all sessions.
+      beside = [(statistics.fmean(set(dense[at])), r['step_ms']) for r in timed if (at := r.get('commit', '')) in dense]
+      pairs = beside or [(statistics.fmean({x for each in dense.values() for x in each}), mean)] if dense else []
+      faster = f'{statistics.fmean({a / b for a, b in pairs}):.2f}' if pairs else ''
       speed = f'{teraflops({**own[0], "step_ms": mean}):.0f}'
     row = [own[0]['title'], _range(ms, '.1f'), faster, speed, _range([r['steps'] for r in own], 'd'), said]
     found.append((best, row))

@@ -26,7 +26,7 @@ def amax(x: Array) -> Array:
   """The largest magnitude of each matrix of `x`, float32 of shape `x.shape[:-2]`; NaN if it holds one.
 
   An XLA reduction, a pass of its own over `x` (two bytes an entry in bfloat16): the scale must be known before the
-  first entry is rounded. It is not asked for by parts: that saves a launch, and took longer on an H200.
+  first entry is rounded.
 
   Args:
     x: floats, `[..., R, C]`.

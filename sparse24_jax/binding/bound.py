@@ -15,7 +15,15 @@ from sparse24_jax.binding.blocks import by_itself
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.shards import cut_by_shards
-from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace, Traced
+from sparse24_jax.binding.tracing import (
+  as_callable,
+  functional,
+  order_is_told,
+  params_come_third,
+  sizes_are_known,
+  trace,
+  Traced,
+)
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
@@ -152,8 +160,8 @@ class Bound(Recipe):
   def with_exact_gradients(self, *paths: str) -> 'Bound':
     listed_paths = ', '.join(map(repr, paths))
     raise ValueError(
-      'which matmuls are a block was found for the gradients as they were: bind the changed recipe,'
-      f' bind(recipe.with_exact_gradients({listed_paths}), f, params, ...)'
+      'which matmuls are a block was found for the gradients as they were: change the recipe that bind was given, and'
+      f' bind that: bind(recipe_before_bind.with_exact_gradients({listed_paths}), f, params, ...)'
     )
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Bound':
@@ -292,7 +300,8 @@ def find_weights(
 ) -> dict[str, BoundWeight | str]:
   """What the trace says of each matched weight, by path, or what is wrong with it."""
   rules = tracked(params, recipe)
-  notes, weights = take_notes(traced, rules), dict(leaves_by_path(params))
+  with sizes_are_known(traced):
+    notes, weights = take_notes(traced, rules), dict(leaves_by_path(params))
   if not all_read:
     rules = {path: rule for path, rule in rules.items() if path in notes.readings or path in notes.problems}
   return {path: _bound(path, weights[path], rule, notes) for path, rule in rules.items()}

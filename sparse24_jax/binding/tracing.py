@@ -9,14 +9,13 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
-from sparse24_jax.mvue import require_sizes
 from sparse24_jax.recipe import Recipe, require_recipe
 from sparse24_jax.rules import is_array, leaves_by_path, matched_rules, require_arrays
+from sparse24_jax.sizes import is_symbolic, symbolic
 
 # What functions call their parameters.
 _PARAMETERS = ('params', 'parameters', 'weights')
@@ -146,8 +145,6 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
   require_arrays(args[0])
   dynamic = [i for i, leaf in enumerate(flat) if is_array(leaf)]
   paths = [path for path, _ in leaves_by_path(args[0])]
-  for i in dynamic:
-    require_sizes(jnp.shape(flat[i]), 'an argument')
   out_structure = []
 
   def flat_f(leaves: Sequence[Any]) -> list[Any]:
@@ -181,6 +178,18 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
   closed = jax.make_jaxpr(flat_f)(leaves)
   jaxpr, constants = _jax.open_jaxpr(closed)
   return Traced(jaxpr, constants, leaves, paths, out_structure[-1])
+
+
+@contextlib.contextmanager
+def sizes_are_known(traced: Traced) -> Iterator[None]:
+  """ValueError where it matters that a dimension of an argument is symbolic, as in `jax.export`."""
+  try:
+    yield
+  except jax.errors.InconclusiveDimensionOperation as error:
+    found = next((leaf for leaf in traced.leaves if is_symbolic(leaf)), None)
+    if found is None:
+      raise
+    raise ValueError(symbolic('an argument', found)) from error
 
 
 def _takes_parameters_later(

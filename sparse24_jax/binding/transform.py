@@ -36,7 +36,7 @@ from sparse24_jax.binding.reading import (
   weight_matrix,
 )
 from sparse24_jax.binding.state import NNX_STATES, WeightState
-from sparse24_jax.binding.tracing import functional, trace, Traced
+from sparse24_jax.binding.tracing import functional, sizes_are_known, trace, Traced
 from sparse24_jax.binding.values import Block, Matmul, Place
 from sparse24_jax.binding.view import View
 from sparse24_jax.block_plan import plan_block
@@ -155,7 +155,8 @@ def run_sparse(
   policies = {path: policy for path, w in known.items() if (policy := w.rule.policy).projection is not None}
   fine = served(states, policies)
   stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()}, fine)
-  out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
+  with sizes_are_known(traced):
+    out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
   if isinstance(recipe, Bound):
     for path, texts in look_beside(traced, {path: w.rule for path, w in known.items()}, reader.places).problems.items():
       raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')

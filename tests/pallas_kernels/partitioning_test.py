@@ -110,6 +110,13 @@ class SparseMatmulTest(parameterized.TestCase):
     self.assertEqual(exchanges(compiled.as_text()), {})
     self.assertNotIn('CustomSPMDPartitioning', f.lower(a, b).as_text())
 
+  def test_arrays_of_one_device_under_a_mesh_that_is_set(self):
+    a, b = sparse(0, 64, 64), integers(1, 8, 64)
+    f = lambda a, b: api.sparse_matmul(a, b, implementation='dense')  # noqa: E731
+    with jax.set_mesh(mesh('Auto', (8, 1))):
+      found = jax.jit(f)(a, b)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(f(a, b)))
+
   def test_what_does_not_divide_is_gathered_and_said(self):
     on = mesh('Auto', (4, 1))
     a, b = sparse(0, 192, 64), integers(1, 8, 64)  # three tiles of rows for four devices

@@ -16,6 +16,13 @@ KEY = jax.random.key(0)
 X, UP = (jnp.asarray(np.random.default_rng(0).standard_normal((8, n), np.float32)) for n in (8, 12))
 PARAMS = {'mlp': {'up': {'kernel': UP, 'bias': jnp.ones(12)}}, 'head': {'kernel': X}}
 STE = s24.recipes.ste('mlp/.*')
+
+
+def block(params, x):
+  up, down = (params['mlp'][role]['kernel'] for role in ('up', 'down'))
+  return jax.nn.gelu(x @ up) @ down
+
+
 SYMBOLIC = jax.ShapeDtypeStruct((*jax.export.symbolic_shape('b'), 8), jnp.float32)
 FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
 SGD = optax.sgd(0.1)
@@ -212,7 +219,8 @@ OTHERS = (
   ('project_of_the_state_first', lambda: s24.project((STATE,), PARAMS, STE), 'params is an optimizer state: arguments'),
   ('bind_of_the_tokens_first', lambda: s24.bind(STE, lambda x, p: x, X, PARAMS),
    r"weights that recipe 'ste' matches are not in params, but in .* It is bind\(recipe, f, params, \*args\)"),
-  ('bind_of_symbolic_dimensions', lambda: s24.bind(STE, lambda p, x: x, PARAMS, SYMBOLIC),
+  ('bind_of_symbolic_dimensions',
+   lambda: s24.bind(STE, block, BOTH, SYMBOLIC),
    r'an argument of shape \(b, 8\) has symbolic dimensions, .* the weights that project'),
   ('bind_of_a_function_that_fails', lambda: s24.bind(STE, lambda x, p: 1 // 0, X, PARAMS),
    r'lambda p, x: f\(x, p\)\. What it raised: ZeroDivisionError: '),

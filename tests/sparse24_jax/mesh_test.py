@@ -242,6 +242,27 @@ class BlockTest(parameterized.TestCase):
     activations = TOKENS, TOKENS // shape[0]
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
 
+  @parameterized.parameters((FST, False), (FP8, True))
+  def test_a_bias_that_is_whole_beside_weights_that_are_not(self, policy, gated):
+    weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
+    weights |= {'gate': normal(3, D, HIDDEN)} if gated else {}
+    states, on, bias = states_of(policy, weights), mesh('Explicit', (4, 2)), normal(6, HIDDEN)
+
+    def gradient(bias, x, weights, states):
+      y = s24.ffn(
+        x, weights['up'], weights['down'], states, policy=policy, activation='silu', w_gate=weights.get('gate'),
+        b_up=bias, key=KEY,
+      )  # fmt: skip
+      return y.astype(jnp.float32).sum()
+
+    f, x = jit(jax.grad(gradient)), normal(4, TOKENS, D)
+    expected = f(bias, x, weights, states)
+    specs = {role: ('t', None) if role == 'down' else (None, 't') for role in weights}
+    parts = {role: put(w, on, *specs[role]) for role, w in weights.items()}
+    states = {role: put(s, on, *(specs[role] if s.ndim else ())) for role, s in states.items()}
+    found = f(put(bias, on), put(x, on, 'd', None), parts, states)
+    self.assertLess(error(found, expected), 0.05)
+
   def test_packed_gate_and_up_stay_divided(self):
     """The hidden units of the block are divided: the forward exchanges nothing, the input gradient a sum."""
     rng, on, d, hidden = np.random.default_rng(0), mesh('Auto', (1, 2)), 64, 128

@@ -255,6 +255,7 @@ class TrainingStepTest(parameterized.TestCase):
 
     hlo = compiled(jax.grad(loss, (0, 1)), struct(TOKENS, D), {'up': struct(D, HIDDEN), 'down': struct(HIDDEN, D)})
     self.assertLen(calls(hlo.splitlines(), TRITON), 6)  # of x, h, both weights and both output gradients
+    self.assertEmpty(re.findall(r'= f8\w+\[[\d,]*\]\S* (?:transpose|copy|fusion)\(', hlo))
 
   @parameterized.parameters(('e4m3', False, 5, 0), (False, True, 4, 1), (True, True, 4, 1))
   def test_a_block_with_gradients_in_e4m3_and_one_whose_last_gradient_is_exact(self, fp8, exact, sparse, dense):

@@ -27,7 +27,7 @@ class Halves(Precision):
   def unfit(self, policy):
     return None if policy.weight_grad == 'mvue' else 'halves are sampled'
 
-  def rounded(self, x, *, keep):
+  def rounded(self, x, *, keep, amax=None):
     return Rounded(x / 2, x / 2)
 
   def rounding(self, entries, wide, *, scaled=False):

@@ -77,6 +77,15 @@ class VerifyTest(parameterized.TestCase):
     self.assertEqual(self._run(_nan, 2, out=self.out), 2)
     self.assertIsNone(json.loads(self.out.read_text(), parse_constant=self.fail)['worst_error'])
 
+  @parameterized.parameters(2, 0)
+  def test_neither_a_matrix_nor_the_largest_magnitude_hides_that_the_other_is_off(self, ndim):
+    def off(*args, **kwargs):
+      return tuple(x * 1.02 if x.ndim == ndim else x for x in _right(*args, **kwargs))
+
+    draw = verify.random_problem
+    with mock.patch.object(verify, 'random_problem', lambda *args: draw(*args) | dict(amax=True)):
+      self.assertEqual((self._run(_right, 2), self._run(off, 2)), (0, 2))
+
   def test_time_ends_a_run(self):
     self.assertEqual(self._run(_right, 4, seconds=-1.0, out=self.out), 0)
     self.assertEqual(json.loads(self.out.read_text())['count'], 0)

@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 from flax import linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -179,6 +180,15 @@ class BindTest(parameterized.TestCase):
     up = s24.bind(STE, f, params, x)['up']
     self.assertEqual([use.block for use in up.uses], [None])
     self.assertRegex(up.uses[0].apart, reason)
+
+  def test_symbolic_dimensions_where_nothing_sparse_is(self):
+    (b,), w = jax.export.symbolic_shape('b'), jnp.ones((8, 8))
+    x, symbolic = jnp.ones((4, 8)), jax.ShapeDtypeStruct((b, 8), jnp.float32)
+    self.assertEmpty(s24.bind(s24.recipes.dense(), lambda p, x: x @ p['w'], {'w': w}, symbolic).weights)
+    bound = s24.bind(s24.recipes.ste('w'), lambda p, x, y: (x @ p['w']).sum() + y.sum(), {'w': w}, x, symbolic)
+    self.assertLen(bound.weights, 1)
+    ffn = functools.partial(s24.ffn, w_up=w, w_down=w, state=None, policy=s24.DotPolicy(), activation='gelu')
+    self.assertEqual(jax.eval_shape(ffn, symbolic).shape, (b, 8))
 
   def test_gate_and_up_that_contract_other_axes_of_one_array_are_no_block(self):
     def f(p, x):
