@@ -58,6 +58,21 @@ class GpuTest(parameterized.TestCase):
     for x, d in zip(inputs, results, strict=True):
       self.assertLessEqual(_tuning.relative_error(d, _prepared.expected(p, x.a_dense, x.b)), _tuning.TOLERANCE)
 
+  @parameterized.parameters(
+    {}, dict(split=4, slots=2), dict(cluster=2, along='n'),
+    dict(rows=64, bn=16, bk=128, stages=16, cluster=1, epilogue_n=16, halves='k'),
+  )  # fmt: skip
+  def test_the_largest_magnitude_whatever_came_before(self, **change):
+    spec = arg_specs.Spec(512, 1024, 2048)
+    x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))
+    call = Call(jnp.dtype('bfloat16'), 'nk', 'nm', amax=True)
+    f = jax.jit(lambda b: mosaic_gpu.sparse_matmul(x.a, b, Vectors(), call, config=mosaic_gpu.Config(**change)))
+    for special in (jnp.nan, jnp.inf, -jnp.inf, None):
+      d, largest = f(x.b if special is None else x.b.at[5, 7].set(special))
+      np.testing.assert_array_equal(largest, np.abs(np.asarray(d, np.float32)).max())
+      self.assertEqual(bool(jnp.isfinite(largest)), special is None)
+    self.assertEqual(f(jnp.zeros_like(x.b))[1], 0)
+
   def test_training_step_runs_the_kernel(self):
     spec = arg_specs.Spec(2048, 4096, 4096)
     x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))
