@@ -21,6 +21,7 @@ from sparse24_jax.recipe import Rule
 _INSTEAD = {
   'concatenate': ' joins it with other arrays (multiply by each, or store them as one parameter)',
   'stack': ' joins it with other arrays (multiply by each, or store them as one parameter)',
+  'broadcast_in_dim': ' repeats it (in a loop each turn may read it itself: jax.lax.scan(f, x, None, length=n))',
   'conv_general_dilated': ' is a convolution, and no matmul',
   'gather': ' looks rows up, or a matrix for each token (of experts: jax.lax.ragged_dot, or all by einsum)',
 }

@@ -113,6 +113,8 @@ class MessagesTest(parameterized.TestCase):
     ('stacked', lambda p, x: x @ jnp.stack([p['a'], p['b']])[0], 'b of shape .*(stack|concatenate) at .*joins it'),
     ('padded', lambda p, x: x @ jnp.pad(p['a'], ((0, 0), (0, 8))) @ jnp.tile(p['b'], 2).T,
      r'a of shape .*pad at .*stacks_test'),
+    ('repeated', lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.repeat(p['a'][None], 3, 0))[0] @ p['b'],
+     r'a of shape .*broadcast_in_dim at .* repeats it .*jax\.lax\.scan\(f, x, None, length=n\)'),
     ('in_8_bits', lambda p, x: x @ p['a'].astype(jnp.float8_e4m3fn).astype(x.dtype) @ p['b'],
      'convert_element_type at .* changes it before a matmul reads it'),
     ('integers', lambda p, x: x @ p['a'].astype(jnp.int8).astype(x.dtype) @ p['b'], 'convert_element_type at'),
