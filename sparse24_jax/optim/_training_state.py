@@ -169,7 +169,7 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False, re
     may = f', which may have the {what} of that step' if reads else ''
     _dispatch.log_once(
       f'{listed(found)}: params are not the weights of the last step of opt_state. That is right for an average of'
-      f' weights (EMA){may}. Otherwise give both of the same step; for weights that'
+      f' weights (EMA) and for perturbed ones (SAM){may}. Otherwise give both of the same step; for weights that'
       f' were loaded or set, make the state of them, tx.init(params){without}',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
