@@ -76,7 +76,7 @@ def _shard_of(view: View, spec: Any, sizes: Any, axis_names: Any) -> View | str:
       continue
     first, *rest = axes[place]
     if first.size != shape[first.axis] or first.stride != 1 or first.size % n:
-      return 'which divide a part of an axis of the weight'
+      return 'which divide a part of an axis of the weight: store the parts of that axis as axes of their own'
     shape[first.axis] = first.size // n
     # A shard of length one is still a part of an axis that has a role.
     axes[place] = (first._replace(size=shape[first.axis]), *rest)
