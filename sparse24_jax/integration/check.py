@@ -154,7 +154,7 @@ def check(
   >>> f = lambda p, x: jax.nn.silu(x @ p['up']) @ p['down'].T
   >>> checked = s24.check(s24.recipes.ste('.*'), f, {'up': up, 'down': down}, x.T)
   >>> print(checked)
-  weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
+  weight  shape    axes         policy         matmuls  tokens  block      zeros  gradient
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
   zeros: share of the entries that are pruned; gradient: share of the pruned entries that a gradient reaches

@@ -173,6 +173,8 @@ class StatesTest(parameterized.TestCase):
   def test_masks_in_the_boxes_of_an_optimizer_of_nnx(self):
     model, other = (linear(nnx.Rngs(seed)) for seed in (0, 1))
     optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(1.0), STE), wrt=nnx.Param)
+    # Nothing is said of arrays that are not there yet.
+    jax.block_until_ready([nnx.state(each) for each in (model, other, optimizer)])
     with self.assertNoLogs('sparse24_jax', 'WARNING'):
       s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, STE)
     with self.assertLogs('sparse24_jax', 'WARNING') as logged:
