@@ -157,7 +157,7 @@ class Precision:
     return PackedWeight(None, None, p.input_grad, scale=p.scale)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
-    """z `[tokens, out]`; with an epilogue its activation, or a tuple with z or its largest: see `multiply`."""
+    """z `[tokens, out]`; with an epilogue its activation, alone or before z and its largest magnitude."""
     scales = w.scale, x.scale
     return multiply('forward', w.operand('forward'), x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
 

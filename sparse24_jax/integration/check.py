@@ -287,9 +287,8 @@ def _unpacked(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
 
 
 def _policy(policy: DotPolicy) -> str:
-  parts = [policy.projection.name if policy.projection else 'none']
-  parts += [policy.precision] * (policy.precision != 'default') + ['mvue'] * (policy.weight_grad == 'mvue')
-  return ', '.join(parts)
+  parts = policy.projection.name if policy.projection else 'none', policy.precision, policy.weight_grad
+  return ', '.join(part for part in parts if part not in ('default', 'dense'))
 
 
 def _wrapped(line: str, width: int) -> str:
