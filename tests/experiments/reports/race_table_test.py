@@ -44,6 +44,20 @@ class TableTest(absltest.TestCase):
     diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
     self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3:6], ['diverged', 'diverged', ''])
 
+  def test_times_are_over_those_of_dense_at_the_same_commit(self):
+    def run(contender, commit, ms):
+      return {
+        'bench': 'race', 'contender': contender, 'title': contender, 'rate': 1e-3, 'decay': 0.0, 'seed': 0,
+        'share': 1.0, 'step_ms': ms, 'steps': 3, 'shape': {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}, 'batch': 1,
+        'length': 8, 'loss': 2.0, 'seconds': 40.0, 'commit': commit,
+      }  # fmt: skip
+
+    runs = [run('dense', 'a', 4.0), run('dense', 'b', 2.0), run('fst', 'a', 2.0), run('s_ste', 'b', 2.0)]
+    runs.append(run('mst', 'c', 1.5))  # beside no dense: over the mean of all
+    self.assertEqual({row[0]: row[2] for row in table.rows(runs)}, {
+      'dense': '1.00', 'fst': '2.00', 's_ste': '1.00', 'mst': '2.00',
+    })  # fmt: skip
+
   def test_a_contender_of_races_has_its_name_of_today(self):
     path = Path(temp_folder(self)) / 'race.jsonl'
     race = {'size': 'wide2048', 'style': 'gpt2', 'equal_steps': None, 'seconds': 40.0, 'contender': 'dense_124m'}

@@ -262,6 +262,19 @@ class ShardMapTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f'up of shape .16, 32.: .*{found}.*with_dense'):
         s24.bind(s24.recipes.ste('up'), functools.partial(loss, change, P(None, 'model'), scale), params, x)
 
+  def test_a_part_of_an_axis_is_to_be_stored_apart(self):
+    def f(p, x):
+      parts = p['up'].reshape(16, 4, 8).transpose(2, 0, 1)
+
+      def body(w, x):
+        return jnp.einsum('td,kdn->ktn', x, w)
+
+      return jax.shard_map(body, mesh=mesh_of(model=2), in_specs=(P('model'), P()), out_specs=P('model'))(parts, x)
+
+    params, x = arguments(MLP)
+    with self.assertRaisesRegex(ValueError, 'up of shape .16, 32.: .*divide a part of an axis .* axes of their own'):
+      s24.bind(s24.recipes.ste('up'), f, params, x)
+
 
 if __name__ == '__main__':
   absltest.main()
