@@ -55,6 +55,7 @@ class Fp8(Precision):
   """
 
   gradients: Any = E5M2
+  notes_amax: bool = True
 
   scales = True
   lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'

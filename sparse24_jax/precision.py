@@ -63,7 +63,7 @@ class Precision:
   Attributes:
     pass_backends: back ends of its passes over memory, the best first; None are those of the device that runs them.
     notes_amax: whether matmuls in a block are asked for the largest magnitude of what they make, for the scale with
-      which it is rounded next. No GPU has run or timed that yet, so none is asked for.
+      which it is rounded next.
   """
 
   pass_backends: tuple[str, ...] | None = None
