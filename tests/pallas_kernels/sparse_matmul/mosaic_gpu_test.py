@@ -144,6 +144,13 @@ class InterpretTest(parameterized.TestCase):
     self.assertEqual((largest, largest.dtype), (np.abs(np.asarray(d, np.float32)).max(), jnp.float32))
     self.assertLen(z, call.keep_preactivation)
 
+  def test_the_largest_magnitude_is_rounded_as_d_is(self):
+    """By an instruction that XLA keeps: on GPUs a cast to 16 bits and back is none."""
+    a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
+    call = Call(_BF16, 'nk', 'nm', amax=True)
+    f = functools.partial(mosaic_gpu.sparse_matmul, call=call, config=_SMALL, interpret=True)
+    self.assertIn('reduce_precision[exponent_bits=8 mantissa_bits=7]', str(jax.make_jaxpr(f)(a, b, Vectors())))
+
   def test_a_bias_does_not_count_where_there_are_no_columns(self):
     a, b = _inputs(128, 60, 128, _BF16, _BF16, 'nk')
     a, b = dataclasses.replace(a, values=jnp.abs(a.values)), -jnp.abs(b)
