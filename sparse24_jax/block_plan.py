@@ -94,7 +94,7 @@ class BlockPlan:
       )  # fmt: skip
     x, h, z, wide = self._entries
     precision, gated = self.precision, self.gate is not None
-    width = precision.width(wide)
+    width, noting = precision.width(wide), precision.notes_amax and not gated
     # What is rounded is kept so; what is not, as the step makes it that writes it.
     kept_h = 0 if precision.scales else h * wide
     return (
@@ -102,9 +102,13 @@ class BlockPlan:
       dataclasses.replace(self._up('forward'), kept=z * wide + (0 if gated else kept_h)),
       # With a gate the activation is a pass of its own.
       *passes('h', (activation_costs.gated_activation(h, wide),) if gated else (), kept_h),
-      *passes('h rounded', precision.rounding(h, wide), h * width), self._down('forward'),
+      *passes(
+        'h rounded', precision.rounding(h, wide, scaled=noting and self.up.backends.forward is not None), h * width
+      ), self._down('forward'),
       *self.down.prepared('weight_grad', make='dy'), self._down('weight_grad'), self._down('input_grad'),
-      *precision.activation_and_sampling(h, wide, gated=gated),
+      *precision.activation_and_sampling(
+        h, wide, gated=gated, scaled=noting and self.down.backends.input_grad is not None
+      ),
       self._up('weight_grad'), self._up('input_grad'),
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ from sparse24_jax.packing import as_dtype, E4M3, PackedWeight, with_values
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Form, SoftThreshold, TransposableMasked
-from sparse24_jax.steps import Moves, Pass
+from sparse24_jax.steps import Moves, Pass, passes
 
 E5M2 = jnp.dtype('float8_e5m2')
 
@@ -182,12 +182,14 @@ class Fp8(Precision):
     passes = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
     return Pass(f'{name} sampled and rounded', passes)
 
-  def activation_and_sampling(self, hidden: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
+  def activation_and_sampling(
+    self, hidden: int, wide: int, *, gated: bool, scaled: bool = False
+  ) -> tuple[Pass, ...]:
     # Without a gate the derivative is bounded.
     bounded = quantize_costs.amax(hidden, wide)
     largest = activation_costs.activation_backward_amax(hidden, wide, gated=gated) if gated else bounded
     sampled = activation_costs.activation_backward_pack(hidden, wide, 1, gated=gated)
-    return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (sampled,))
+    return *passes('largest of dz', () if scaled else (largest,)), Pass('dz sampled and rounded', (sampled,))
 
   def exact_weight_grad(self, dz: Array, x: Array, scales: tuple) -> tuple[Array, Array]:
     scale, x_scale = scales

@@ -200,8 +200,10 @@ class Precision:
       implementation=self.pass_backends,
     )  # fmt: skip
 
-  def activation_and_sampling(self, hidden: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
-    """The passes of `scale_of_activation` and `activation_and_sample`, of so many entries of dh."""
+  def activation_and_sampling(
+    self, hidden: int, wide: int, *, gated: bool, scaled: bool = False
+  ) -> tuple[Pass, ...]:
+    """The passes of `activation_and_sample`, of so many entries of dh, and of `scale_of_activation` unless `scaled`."""
     sampled = activation_costs.activation_backward_pack(hidden, wide, self.width(wide), gated=gated)
     return (Pass('dz, and sampled', (sampled,)),)
 
