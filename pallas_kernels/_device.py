@@ -69,16 +69,24 @@ def arrays_are_whole() -> bool:
 
 
 def environment() -> dict[str, Any]:
-  """What a benchmark record says of where it was made: device, driver, versions, commit, command, time."""
+  """What a benchmark record says of where it was made: which device, driver, versions, commit, command, time."""
   device = current()
   return dict(
     device=device.name,
+    gpu=_which_gpu() if device.num_sms else None,
     driver=_output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader') if device.num_sms else None,
     versions={name: importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'numpy')},
     commit=commit(),
     command=_command(sys.argv),
     when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
   )
+
+
+def _which_gpu() -> str | None:
+  """The beginning of the GPU's UUID: two of a kind differ by some percent."""
+  first = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0] or '0'
+  uuid = _output('nvidia-smi', '-i', first, '--query-gpu=uuid', '--format=csv,noheader')
+  return uuid and uuid[: len('GPU-01234567')]
 
 
 def commit() -> str | None:

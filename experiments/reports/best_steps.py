@@ -26,7 +26,7 @@ class Best:
     others: layout -> ms of those that were not.
     record: one of its records.
     processes: that timed it.
-    beside: the methods that were timed at the same commit; where dense was not, the fastest dense of any.
+    beside: the methods that were timed in the same session; where dense was not, the fastest dense of any.
   """
 
   ms: float
@@ -42,21 +42,25 @@ class Best:
 def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
   """(device, model) -> method -> it at its best; methods and models in the order of the records.
 
-  If a method was measured at several commits, the newest counts: two programs have no common median.
+  If a method was measured in several sessions, the newest counts of those in which three processes timed it. A session
+  is of one commit and one GPU: two programs have no common median, nor have two GPUs of a kind, some percent apart.
+  Records of before 29 November 2026 do not say which GPU it was.
   """
-  sessions: dict[tuple[str, str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
+  sessions: dict[tuple[str, str, Any], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
   records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
-  newest = {_method(record): record['commit'] for record in sorted(records, key=lambda record: record['when'])}
   for record in records:
-    layouts = sessions[record['device'], record['model'], record['commit']][record['recipe']]
+    layouts = sessions[record['device'], record['model'], _session(record)][record['recipe']]
     layouts.setdefault(record['layout'], []).append(record)
   bests = {key: {method: _best(layouts) for method, layouts in each.items()} for key, each in sessions.items()}
   dense: dict[tuple[str, str], list[Best]] = defaultdict(list)
   for (device, model, _), of_session in bests.items():
     dense[device, model] += [of_session['dense']] if 'dense' in of_session else []
   found: dict[tuple[str, str], dict[str, Best]] = defaultdict(dict)
-  for device, model, method in dict.fromkeys(map(_method, records)):
-    of_session = bests[device, model, newest[device, model, method]]
+  for device, model, method in dict.fromkeys((r['device'], r['model'], r['recipe']) for r in records):
+    of_session = max(
+      (each for key, each in bests.items() if key[:2] == (device, model) and method in each),
+      key=lambda each: (each[method].processes >= _PROCESSES, each[method].record['when']),
+    )
     beside = dict(of_session)
     if timed := dense[device, model]:
       beside.setdefault('dense', min(timed, key=lambda best: (best.processes < _PROCESSES, best.ms)))
@@ -64,8 +68,8 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
   return dict(found)
 
 
-def _method(record: Mapping[str, Any]) -> tuple[str, str, str]:
-  return record['device'], record['model'], record['recipe']
+def _session(record: Mapping[str, Any]) -> tuple[str, str | None]:
+  return record['commit'], record.get('gpu')
 
 
 def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:

@@ -10,10 +10,10 @@ from experiments.reports import best_steps, provenance
 from tests.experiments.fakes import temp_folder
 
 
-def record(commit, when, ms, layout='scan', recipe='fst'):
+def record(commit, when, ms, layout='scan', recipe='fst', **fields):
   return dict(
     device='a GPU', model='gpt2', recipe=recipe, layout=layout, commit=commit, when=when, amortised_ms=ms, headline=True
-  )
+  ) | fields
 
 
 class LoadTest(absltest.TestCase):
@@ -30,6 +30,22 @@ class LoadTest(absltest.TestCase):
     self.assertEqual((fst.ms, fst.layout, fst.others, fst.processes), (5.0, 'scan', {}, 3))
     self.assertEqual(fst.record['commit'], 'b')
     self.assertEqual((found['dense'].ms, found['dense'].processes), (8.0, 1))
+
+  def test_two_gpus_of_one_commit_are_two_sessions(self):
+    path = Path(temp_folder(self), 'steps.jsonl')
+    lines = [record('a', '1', ms, gpu='GPU-1', recipe=name) for name, ms in (('dense', 8.0), ('fst', 4.0))]
+    lines += [record('a', '2', ms, gpu='GPU-2', recipe=name) for name, ms in (('dense', 9.0), ('s_ste', 3.0))]
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    found = best_steps.load(path)['a GPU', 'gpt2']
+    self.assertEqual((found['dense'].ms, found['dense'].processes), (9.0, 1))
+    self.assertEqual(best_steps.speedups(found), {'fst': 2.0, 's_ste': 3.0})
+
+  def test_one_newer_process_does_not_take_the_place_of_three(self):
+    path = Path(temp_folder(self), 'steps.jsonl')
+    lines = [record('a', '1', ms) for ms in (4.0, 5.0, 6.0)] + [record('b', '2', 3.0)]
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    fst = best_steps.load(path)['a GPU', 'gpt2']['fst']
+    self.assertEqual((fst.ms, fst.processes), (5.0, 3))
 
   def test_a_gain_is_over_the_rival_of_its_own_session(self):
     """Where that was timed, else over the fastest of any: two sessions have two GPUs, or two programs."""
