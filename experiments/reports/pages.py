@@ -83,6 +83,7 @@ def _read(name: str, title: str) -> list[dict[str, Any]]:
 # Race -> file of its records, and its title there.
 _RACES = {
   'three layers': ('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
+  'three layers, one GPU': ('race_h200_wide2048_3_one_gpu.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
   'width 4096': ('race_h200_wide4096.jsonl', 'wide4096, rotary_qk_norm, 70 s each'),
   'width 4096, one GPU': ('race_h200_wide4096_one_gpu.jsonl', 'wide4096, rotary_qk_norm, 70 s each'),
   '302m': ('race_h200_seeds.jsonl', 'wide2048, rotary_qk_norm, 100 s each'),
@@ -175,9 +176,10 @@ def _in_short_at_equal_steps() -> str:
 
 def _in_short_at_equal_seconds() -> str:
   return in_short.equal_seconds({
-    '40 s, three layers of width 2,048': race('three layers'), '100 s, six layers of width 2,048': race('302m'),
-    '300 s, GPT-2 774M': race('774m'), '70 s, four layers of width 4,096': race('width 4096'),
-    'the same on one GPU': race('width 4096, one GPU'),
+    '40 s, three layers of width 2,048': race('three layers'),
+    '40 s, the same on one GPU': race('three layers, one GPU'),
+    '100 s, six layers of width 2,048': race('302m'), '300 s, GPT-2 774M': race('774m'),
+    '70 s, four layers of width 4,096': race('width 4096'), '70 s, the same on one GPU': race('width 4096, one GPU'),
   })  # fmt: skip
 
 
@@ -230,6 +232,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
     'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
+    'race of three layers on one GPU': lambda: race_by_seed('three layers, one GPU', 'half_ffn_s_ste_fp8_all'),
     'race of width 4096 on one GPU': lambda: race_by_seed('width 4096, one GPU', 'eighth_ffn_s_ste_fp8_all'),
     'race of width 4096 by seed': lambda: race_by_seed('width 4096', 'eighth_ffn_s_ste_fp8_all'),
     'in short at equal steps': _in_short_at_equal_steps,
