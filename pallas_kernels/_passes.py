@@ -81,6 +81,11 @@ def tiles(*names: str) -> tuple[Any, ...]:
   return tuple(_pack.Config(*map(int, name.split('x'))) for name in names)
 
 
+def fetching(settings: Sequence[Any]) -> tuple[Any, ...]:
+  """These settings, and the first of them with tiles fetched ahead."""
+  return *settings, *(dataclasses.replace(settings[0], ahead=ahead) for ahead in (512, 1024, 2048))
+
+
 def differing(found: Any, expected: Any) -> list[int]:
   """Elements that differ in bits, for each array of two trees. One NaN is as good as another: XLA gives several."""
   counts = []

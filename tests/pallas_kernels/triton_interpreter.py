@@ -42,6 +42,11 @@ def run_interpreted(*ops: str, only: Sequence[str] = ()) -> str:
   return done.stdout + done.stderr
 
 
+# What the interpreter's copies of the arrays take of the memory, and where kernels had lines brought into the L2 cache.
+_held: list[range] = []
+_fetched: list[int] = []
+
+
 class _Storage:
   def __init__(self, array: np.ndarray):
     self.array = array
@@ -50,7 +55,9 @@ class _Storage:
     return self.array.ctypes.data
 
   def cpu(self) -> '_Storage':
-    return _Storage(self.array.copy())
+    copy = _Storage(self.array.copy())
+    _held.append(range(copy.data_ptr(), copy.data_ptr() + copy.array.nbytes))
+    return copy
 
   def copy_(self, other: '_Storage') -> None:
     self.array[...] = other.array
@@ -153,14 +160,17 @@ _FLOAT = {
 def inline_instructions() -> None:
   """Gives the interpreter the pieces of inline PTX that the kernels use.
 
-  Byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32
-  to two of 16 bits, and two or four to float8.
+  Fetches into a cache, byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two,
+  reciprocals, two float32 to two of 16 bits, and two or four to float8.
   """
   import triton.language as tl
   from triton.runtime import interpreter
 
   def inline(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
     data = [v.data for v in values]
+    if 'prefetch.global.L2' in asm:
+      _fetched.extend(data[0][data[1] != 0].tolist())
+      return _Results(interpreter.TensorHandle(np.zeros(data[0].shape, np.uint32), tl.uint32))
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
     if asm == 'mov.b32 $0, $1;':
@@ -212,7 +222,11 @@ def run(
     made.append(Tensor(raw.view(dtype).reshape(shape)))
   if zero_last:
     made[-1].array[...] = 0
+  _held.clear()
+  _fetched.clear()
   kernel[grid](*(Tensor(np.array(x)) for x in inputs), *made, **constants)
+  assert bool(_fetched) == (0 < constants.get('AHEAD', 0) < grid[0]), 'nothing is fetched ahead, or nobody asked for it'
+  assert all(any(address in array for array in _held[: len(inputs)]) for address in _fetched), 'fetched from nowhere'
   return [t.array for t in made]
 
 

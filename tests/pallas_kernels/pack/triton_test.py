@@ -19,6 +19,7 @@ KERNELS = (
   ('masked_kernel', [BF16, U16, *PAIR], {}, 4),
   ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 4),
   ('mvue_kernel', [BF16, U32, BF16, U32], {}, 2),
+  ('mvue_kernel', [BF16, U32, BF16, U32], dict(AHEAD=1024), 2),
 )
 # For compute capability 9.0: the sparse float8 matmul is Hopper's.
 FLOAT8_KERNELS = (
@@ -45,6 +46,7 @@ class TritonTest(parameterized.TestCase):
     )
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+    self.assertEqual(made.count('CCTL.E.PF2') > 0, 'AHEAD' in constants)
 
   def test_matrices_beyond_the_offsets_are_refused(self):
     from pallas_kernels.pack import triton as pack
