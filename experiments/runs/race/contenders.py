@@ -175,12 +175,16 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   # And what the largest part of it costs.
+  'fst_exact_down': of('fst', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   's_ste_fp8_all_exact_down': of('s_ste_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   'fst_fp8_all_exact_down': of('fst_fp8_all', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
   # What the format of gradients costs.
   's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
   'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
   # Both.
+  'fst_fp8_all_e4m3_exact_down': of(
+    'fst_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
+  ),
   's_ste_fp8_all_e4m3_exact_down': of(
     's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
   ),
