@@ -183,9 +183,11 @@ def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] 
     r for r in entry['candidates'] if r['implementation'] == implementation and r['rejected'] is None
   ]
 
-  def order(row: Mapping[str, Any]) -> tuple[bool, float]:
+  def order(row: Mapping[str, Any]) -> tuple[int, float]:
+    if 'sustained_ms' in row:
+      return 0, row['sustained_ms'] + row.get('setup_ms', 0.0)
     final = row.get('final_samples_ms')
-    return final is None, statistics.median(final or row['samples_ms'])
+    return 2 if final is None else 1, statistics.median(final or row['samples_ms'])
 
   return min(rows, key=order, default=None)
 
@@ -206,14 +208,14 @@ def _distances(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[f
 def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
   """`rows` followed by those of an older entry whose implementation and settings are not among them.
 
-  The older rows' second heat was another one than that of `rows`: it is kept under another name, so that nobody
+  The older rows' later heats were other ones than those of `rows`: they are kept under other names, so that nobody
   compares the two.
   """
   new = [(row['implementation'], row['config']) for row in rows]
   kept = [] if old is None else [r for r in old['candidates'] if (r['implementation'], r['config']) not in new]
 
   def renamed(name: str) -> str:
-    return 'earlier_final_samples_ms' if name == 'final_samples_ms' else name
+    return f'earlier_{name}' if name in ('final_samples_ms', 'sustained_ms') else name
 
   return [*rows, *({renamed(name): value for name, value in row.items()} for row in kept)]
 

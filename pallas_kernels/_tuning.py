@@ -28,6 +28,7 @@ REPEATS = 20
 # What needs so many times the best of its implementation in the first round gets no further one.
 _HOPELESS = 1.15
 _SUSTAINED_S = 1.1
+_SHORTEST_OF_LOOPS_MS = 0.2
 _COMPILERS = 12
 # Other profilers have no business in a benchmark's process.
 times_ms = functools.partial(_compat.device_times_ms, detach=False)
@@ -192,6 +193,7 @@ def tune(
   others: Mapping[str, Candidate] | None = None,
   quick: Mapping[str, Any] | None = None,
   final: Mapping[str, Any] | None = None,
+  loops_of: int | None = None,
 ) -> dict[str, Any]:
   """Verifies and times all candidates, then the best few at length against the baseline.
 
@@ -205,6 +207,8 @@ def tune(
     others: further dense ways by name, such as one in a wider dtype: timed with the finalists and never chosen.
     quick: arguments of the first `interleave`.
     final: arguments of the second.
+    loops_of: matmuls a call, if loops of a second judge the finalists, at the clock that power leaves them in training;
+      None if bursts do, as of calls that are too short for the host to keep the GPU busy.
 
   Returns:
     An entry for `_records.save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`;
@@ -232,9 +236,15 @@ def tune(
     name: dict(config=other.config, samples_ms=samples)
     for (name, other), samples in zip(others.items(), heat[1 + len(good) :], strict=True)
   }
-  times = {i: statistics.median(rows[i]['final_samples_ms']) + candidates[i].setup_ms for i in good}
+  dense_ms, found_ms = statistics.median(heat[0]), {i: statistics.median(rows[i]['final_samples_ms']) for i in good}
+  if loops_of is not None and loops_of * min([dense_ms, *found_ms.values()]) >= _SHORTEST_OF_LOOPS_MS:
+    fields = sustained([(c.f, c.args) for c in (baseline, *(candidates[i] for i in good))], matmuls=loops_of)
+    for row, seen in zip((baseline_row, *(rows[i] for i in good)), fields, strict=True):
+      row.update(seen)
+    dense_ms, found_ms = baseline_row['sustained_ms'], {i: rows[i]['sustained_ms'] for i in good}
+  times = {i: ms + candidates[i].setup_ms for i, ms in found_ms.items()}
   best = min(times, key=times.__getitem__, default=None)
-  if best is None or times[best] >= statistics.median(heat[0]):
+  if best is None or times[best] >= dense_ms:
     choice = dict(implementation=baseline.implementation, config=baseline.config)
   else:
     choice = dict(implementation=rows[best]['implementation'], config=rows[best]['config'])

@@ -27,12 +27,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--backends', nargs='+', default=['sparse', 'cusparselt'], help='whose settings are searched')
   parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')
+  parser.add_argument('--sustained', action='store_true',
+                      help='judge the six fastest by loops of a second, hot, and not two by bursts with idle gaps')
   parser.add_argument('--missing', action='store_true', help='only what this GPU has no record of')
 
 
 def run(args: argparse.Namespace) -> int:
   """Exit status 1 if a problem failed."""
-  given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing
+  given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing, args.sustained
   return min(tune_in_processes(*given), 1)
 
 
@@ -41,6 +43,7 @@ def tune(
   folder: pathlib.Path = _records.TUNED,
   backends: Sequence[str] = ('sparse', 'cusparselt'),
   alone: contextlib.AbstractContextManager[Any] | None = None,
+  sustained: bool = False,
 ) -> None:
   """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs, each as soon as it is known.
 
@@ -52,6 +55,7 @@ def tune(
       that are not timed now stay in the record.
     alone: entered while the GPU or the record is used, not while the kernels are compiled, which takes a core longer:
       a lock that processes which tune different problems share.
+    sustained: whether loops of a second decide, as a GPU runs in training, and not bursts with idle gaps.
   """
   device = _device.current()
   path = folder / device.slug / f'{OP}.json'
@@ -74,8 +78,8 @@ def tune(
       if p.a_dtype.itemsize == 1:
         others['dense_bf16'] = _prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))
       entry = _tuning.tune(
-        p.key, ready.dense, candidates, ready.expected, _prepared.timer(p), finalists=2,
-        others=others,
+        p.key, ready.dense, candidates, ready.expected, _prepared.timer(p), finalists=6 if sustained else 2,
+        others=others, loops_of=_prepared.weights(p) if sustained else None,
         quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
         final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
       )
@@ -88,7 +92,7 @@ def tune(
 
 def tune_in_processes(
   selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float,
-  missing: bool = False,
+  missing: bool = False, sustained: bool = False,
 ) -> int:  # fmt: skip
   """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts.
 
@@ -99,7 +103,7 @@ def tune_in_processes(
   if missing:
     path = folder / _device.current().slug / f'{OP}.json'
     specs = [spec for spec in specs if _records.entry_of(path, _prepared.problem(spec).key) is None]
-  job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends))
+  job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends), sustained)
   ended = _processes.run(job, len(specs), processes, seconds)
   if ended.left:
     print(f'{ended.left} problems not tuned: time ran out', flush=True)
@@ -111,9 +115,10 @@ def _selected(selections: Sequence[str]) -> list[tuple[mosaic_gpu.Problem, list[
 
 
 def _tune_one(
-  specs: Sequence[arg_specs.Spec], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
-) -> None:
-  tune(specs[i : i + 1], folder, backends, turn)
+  specs: Sequence[arg_specs.Spec], folder: pathlib.Path, backends: Sequence[str], sustained: bool, i: int,
+  turn: _processes.Turn,
+) -> None:  # fmt: skip
+  tune(specs[i : i + 1], folder, backends, turn, sustained)
 
 
 def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:
@@ -130,7 +135,8 @@ def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps:
     ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
     setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
     settings = _prepared.difference(row['config'])
-    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {row["implementation"]} {settings}']
+    loops = f', {row["sustained_ms"]:.4f} ms in loops' if 'sustained_ms' in row else ''
+    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f}{loops} {row["implementation"]} {settings}']
   # At once: processes that share a terminal do not mix their lines then.
   print('\n'.join(lines), flush=True)
 

@@ -117,12 +117,12 @@ class VerifyTest(parameterized.TestCase):
     self.assertFalse(_tuning.same_bits(jnp.zeros(3), -jnp.zeros(3)))
 
 
-class TuneTest(absltest.TestCase):
+class TuneTest(parameterized.TestCase):
 
-  def _tune(self, times, candidates):
+  def _tune(self, times, candidates, **options):
     quiet = dict(rounds=2, iterations=3, gap_s=0.0)
     return _tuning.tune(
-      _KEY, _candidate('dense', dense), candidates, _EXPECTED, _timer(times), quick=quiet, final=quiet
+      _KEY, _candidate('dense', dense), candidates, _EXPECTED, _timer(times), quick=quiet, final=quiet, **options
     )
 
   def test_a_fast_wrong_answer_never_wins(self):
@@ -146,6 +146,23 @@ class TuneTest(absltest.TestCase):
     entry = self._tune(dict(dense=3.0, right=1.0), [costly])
     self.assertEqual(entry['choice']['implementation'], 'dense')
     self.assertEqual((entry['candidates'][0]['setup_ms'], entry['candidates'][0]['samples_ms']), (2.5, [1.0, 1.0]))
+
+  @parameterized.parameters((1.0, 1.5, 'also_right'), (1.0, 1.1, 'dense'), (0.01, 1.5, 'right'))
+  def test_loops_decide_unless_calls_are_too_short(self, scale, dense_ms, chosen):
+    looped = dict(dense=dense_ms, right=1.4, also_right=1.2)
+
+    def sustained(calls, *, matmuls):
+      self.assertEqual(matmuls, 2)
+      return [dict(sustained_ms=looped[f.__name__], clock_mhz=1500.0) for f, _ in calls]
+
+    candidates = [_candidate('right', right), _candidate('also_right', also_right)]
+    with mock.patch.object(_tuning, 'sustained', sustained):
+      times = dict(dense=3.0 * scale, right=1.0 * scale, also_right=2.0 * scale)
+      entry = self._tune(times, candidates, finalists=2, loops_of=2)
+    self.assertEqual(entry['choice']['implementation'], chosen)
+    rows = [entry['baseline'], *entry['candidates']]
+    self.assertEqual([row.get('sustained_ms') for row in rows], [*looped.values()] if scale == 1.0 else 3 * [None])
+    self.assertEqual(entry['candidates'][0]['final_samples_ms'], [scale, scale])
 
   def test_every_implementation_has_its_finalists(self):
     times = dict(dense=9.0, right=1.0, also_right=5.0)

@@ -143,8 +143,8 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual((count, rest), (len(list(_prepared.unique(arg_specs.SMALL))), [2, 5.0]))
     with mock.patch.object(tune, 'tune') as called:
       job(count - 1, None)
-    (((spec,), folder, backends, turn), _) = called.call_args
-    self.assertEqual((folder, backends, turn), (self.folder, (), None))
+    (((spec,), *given), _) = called.call_args
+    self.assertEqual(given, [self.folder, (), None, False])
     self.assertEqual(_prepared.problem(spec), list(_prepared.unique(arg_specs.SMALL))[-1][0])
 
   def test_only_what_has_no_record_of_this_gpu(self):
