@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import inspect
+import itertools
 import logging
 import math
 from typing import Any
@@ -157,9 +158,12 @@ def run_sparse(
   stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()}, fine)
   with sizes_are_known(traced):
     out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
-  if isinstance(recipe, Bound):
-    for path, texts in look_beside(traced, {path: w.rule for path, w in known.items()}, reader.places).problems.items():
+  if isinstance(recipe, Bound):  # perhaps to another function
+    beside = look_beside(traced, {path: w.rule for path, w in known.items()}, reader.places)
+    for path, texts in beside.problems.items():
       raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
+    for text in itertools.chain.from_iterable(beside.notes.values()):
+      _dispatch.log_once(text, 'sparse24_jax', logging.WARNING)
   return jax.tree.unflatten(traced.structure, out if stale is None else spoiled(out, jnp.logical_not(stale)))
 
 

@@ -163,7 +163,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     kept = [state.projections for state in returns] or out
     return [leaf for leaf in jax.tree.leaves(kept) if is_array(leaf)]
 
-  traced = trace(arrays_of, ({}, args, kwargs), {})
+  with jax.check_tracer_leaks(False):  # `returns` outlives the trace, and nothing computes with it
+    traced = trace(arrays_of, ({}, args, kwargs), {})
   if not all(masks):
     if not has_dense_update(traced.jaxpr):
       raise ValueError(

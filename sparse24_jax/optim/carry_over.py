@@ -50,7 +50,8 @@ def carry_over(new: Any, old: Any) -> Any:
   counts = [unboxed(state.count) for state in found]
   if not found or any(_identity.is_known(count, wait=True) and np.any(count) for count in counts):
     what = 'has made steps already' if found else 'holds no state of sparse_training'
-    raise ValueError(f'new {what}: it is tx.init(params), and the state so far comes second')
+    without = '' if found else '. To go on without sparse_training, take the inner_state of its state'
+    raise ValueError(f'new {what}: it is tx.init(params), and the state so far comes second{without}')
 
   def is_one(node: Any) -> bool:
     return isinstance(node, SparseTrainingState)

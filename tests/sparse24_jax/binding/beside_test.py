@@ -239,6 +239,19 @@ class SumsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '^w: reduce_sum at .* dense, and dot_general .*Bind the recipe to what is'):
       other(params, variables, None, x)
 
+  def test_warns_of_another_function_than_the_bound_one_too(self):
+    params, x = {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
+    logits = lambda p, x: x @ p['w']  # noqa: E731
+    cosines = lambda p, x: logits(p, x) / jnp.linalg.norm(p['w'], axis=0, keepdims=True)  # noqa: E731
+    bound = s24.bind(STE, logits, params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      s24.sparsify(cosines, bound)(params, variables, None, x)
+    self.assertRegex('\n'.join(logs.output), 'w: reduce_sum at .* dense, and div at .* right in a penalty or a metric')
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):  # said once, by whoever sees it first
+      s24.sparsify(cosines, s24.bind(STE, cosines, params, x))(params, variables, None, x)
+
   def test_a_weight_in_fp8_without_a_projection_has_its_own_norm(self):
     fp8 = s24.Recipe('fp8', (s24.Rule('w', s24.DotPolicy(precision='fp8')),))
     f = lambda p, x: x @ p['w'] / jnp.linalg.norm(p['w'])  # noqa: E731

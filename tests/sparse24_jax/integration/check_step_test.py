@@ -128,6 +128,10 @@ class CheckStepTest(parameterized.TestCase):
     self.assertRegex(lines[2], '^Apply what sparsify returned, with')  # once
     self.assertLen(lines, 3)
 
+  def test_under_the_check_for_leaked_tracers(self):
+    with jax.checking_leaks():
+      self.assertLen(checked(s24.recipes.ste('up|down'), 'sparsify').weights, 2)
+
   def test_a_matmul_in_functions_of_jax_alone_has_the_line_of_their_call(self):
     def f(p, x):
       return jax.lax.scan(lambda x, w: (jax.jit(jnp.dot)(x, w), None), x, p['up'])[0].sum()

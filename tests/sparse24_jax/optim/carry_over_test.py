@@ -152,7 +152,7 @@ class CarryOverTest(parameterized.TestCase):
   def test_what_is_no_such_state(self):
     tx = optimizer(s24.recipes.ste('up'))
     _, state = trained(tx, 1)
-    with self.assertRaisesRegex(ValueError, r'new holds no state of sparse_training: it is tx.init\(params\), and the'):
+    with self.assertRaisesRegex(ValueError, r'new holds no .* is tx.init\(params\), and .*To go on .* inner_state of'):
       s24.carry_over(optax.adam(1e-3).init(PARAMS), state)
     with self.assertRaisesRegex(ValueError, 'new has made steps already: it is tx.init'):
       s24.carry_over(state, tx.init(PARAMS))
