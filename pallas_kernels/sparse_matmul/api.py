@@ -74,7 +74,7 @@ def sparse_matmul(
     alpha: a number that A . B is multiplied with.
     amax: also return the largest magnitude of D, float32, NaN if it holds one: what a scale of D is made of. The Hopper
       kernel notes it on its way to D; a pass over D finds it on other back ends, where a mesh divides the arrays, and
-      with a bias if N is no multiple of a tile. No GPU has run that yet.
+      with a bias if N is no multiple of a tile.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
       None: the fastest by the records of this GPU under `pallas_kernels/tuned`; where nothing near was measured, by a

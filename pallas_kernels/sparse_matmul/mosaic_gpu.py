@@ -94,11 +94,21 @@ def sparse_matmul(
   outs, noted = run(values, metadata, b, *factors), ()
   if p.amax:
     *outs, largest = outs
-    # Of the float32 values: rounding keeps their order. On GPUs XLA takes a cast there and back for a no-op.
-    stored = jnp.finfo(p.out_dtype)
-    noted = (jax.lax.reduce_precision(jnp.max(largest), stored.nexp, stored.nmant),)
+    # Of the float32 values: rounding keeps their order.
+    noted = (_rounded(jnp.max(largest), p.out_dtype),)
   d, *others = *(x[:m, :n] if p.out_layout == 'mn' else x[:n, :m] for x in outs), *noted
   return (d, *others) if others else d
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+  """x >= 0 in float32 as a cast to `dtype` and back leaves it, which on GPUs XLA takes for a no-op."""
+  to = jnp.finfo(dtype)
+  rounded = jax.lax.reduce_precision(x, to.nexp, to.nmant)
+  if to.nexp == jnp.finfo(jnp.float32).nexp:
+    return rounded
+  # Subnormal numbers, which that makes zero.
+  step = float(to.smallest_subnormal)
+  return jnp.where(x < float(to.smallest_normal), jnp.round(x / step) * step, rounded)
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:

@@ -73,6 +73,14 @@ class GpuTest(parameterized.TestCase):
       self.assertEqual(bool(jnp.isfinite(largest)), special is None)
     self.assertEqual(f(jnp.zeros_like(x.b))[1], 0)
 
+  def test_a_small_largest_magnitude_in_float16(self):
+    spec = arg_specs.Spec(512, 1024, 2048, dtype=jnp.dtype('float16'))
+    x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))
+    call = Call(jnp.dtype('float16'), 'nk', 'nm', amax=True, alpha=1e-7)
+    d, largest = jax.jit(lambda b: mosaic_gpu.sparse_matmul(x.a, b, Vectors(), call))(x.b)
+    np.testing.assert_array_equal(largest, np.abs(np.asarray(d, np.float32)).max())
+    self.assertBetween(float(largest), 1e-7, 6e-5)
+
   def test_training_step_runs_the_kernel(self):
     spec = arg_specs.Spec(2048, 4096, 4096)
     x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))

@@ -144,12 +144,25 @@ class InterpretTest(parameterized.TestCase):
     self.assertEqual((largest, largest.dtype), (np.abs(np.asarray(d, np.float32)).max(), jnp.float32))
     self.assertLen(z, call.keep_preactivation)
 
-  def test_the_largest_magnitude_is_rounded_as_d_is(self):
+  @parameterized.parameters((_BF16, (8, 7)), (jnp.dtype('float16'), (5, 10)), (jnp.dtype('float32'), (8, 23)))
+  def test_the_largest_magnitude_is_rounded_as_d_is(self, dtype, bits):
     """By an instruction that XLA keeps: on GPUs a cast to 16 bits and back is none."""
-    a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
-    call = Call(_BF16, 'nk', 'nm', amax=True)
+    for x in (0.0, 1e-8, 2.99e-8, 5e-6, 3.69e-5, 6.1e-5, 6.2e-5, 1.0006, 65519.0, 65521.0, jnp.inf, jnp.nan):
+      found = jax.jit(functools.partial(mosaic_gpu._rounded, dtype=dtype))(jnp.float32(x))
+      with np.errstate(over='ignore'):
+        np.testing.assert_array_equal(found, np.float32(x).astype(dtype).astype(np.float32))
+    made = str(jax.make_jaxpr(functools.partial(mosaic_gpu._rounded, dtype=dtype))(jnp.float32(1.0)))
+    self.assertIn('reduce_precision[exponent_bits={} mantissa_bits={}]'.format(*bits), made)
+    self.assertNotIn('convert_element_type', made)
+
+  def test_a_small_largest_magnitude_in_float16(self):
+    half = jnp.dtype('float16')
+    a, b = _inputs(128, 64, 128, half, half, 'nk')
+    call = Call(half, 'nk', 'nm', amax=True, alpha=1e-6)
     f = functools.partial(mosaic_gpu.sparse_matmul, call=call, config=_SMALL, interpret=True)
-    self.assertIn('reduce_precision[exponent_bits=8 mantissa_bits=7]', str(jax.make_jaxpr(f)(a, b, Vectors())))
+    d, largest = jax.jit(f)(a, b, Vectors())
+    self.assertEqual(largest, np.abs(np.asarray(d, np.float32)).max())
+    self.assertBetween(largest, 1e-7, 6e-5)
 
   def test_a_bias_does_not_count_where_there_are_no_columns(self):
     a, b = _inputs(128, 60, 128, _BF16, _BF16, 'nk')
