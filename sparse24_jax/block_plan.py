@@ -94,6 +94,7 @@ class BlockPlan:
       )  # fmt: skip
     x, h, z, wide = self._entries
     precision, gated = self.precision, self.gate is not None
+    # Whatever the activation: squared ReLU alone has no bounded derivative, and one pass more.
     width, noting = precision.width(wide), precision.notes_amax and not gated
     # What is rounded is kept so; what is not, as the step makes it that writes it.
     kept_h = 0 if precision.scales else h * wide

@@ -261,7 +261,7 @@ def _fused_bwd(static, residuals, dy):
   dense = dict(backend=backends.input_grad, dtype=dy.dtype)
   key = keys['down'] if static.plan.down.sampled else None
   dy_rounded, dw_down = linear_layer.kernel_weight_grad(dy, key, h, **sampling)
-  notes = precision.notes_amax and not static.gated
+  notes = precision.notes_of_dh(static.activation, gated=static.gated)
   found = precision.input_grad(packed['down'], dy_rounded, amax=notes, **dense)
   dh, amax = found if notes else (found, None)
   dz, dw_hidden = linear_layer.activation_and_weight_grad(

@@ -167,7 +167,7 @@ class Fp8(Precision):
   def scale_of_activation(
     self, dh: Array, z: Array, amax: Array | None = None, *, activation: str, gated: bool
   ) -> Any:
-    steepest = None if gated else ACTIVATIONS[activation].steepest
+    steepest = _steepest(activation, gated=gated)
     if steepest is None:
       rule = _partitioning.Rule(('n m', 'n . m' if gated else 'n m'), ('',), order=('n', 'm'), sums=('n', 'm'))
       largest = _partitioning.partitioned(
@@ -177,6 +177,9 @@ class Fp8(Precision):
       # A bound of dz that needs dh alone.
       largest = steepest * (quantize.amax(dh) if amax is None else amax)
     return quantize.current_scale(largest, self.gradients)
+
+  def notes_of_dh(self, activation: str, *, gated: bool) -> bool:
+    return self.notes_amax and _steepest(activation, gated=gated) is not None
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
     passes = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
@@ -219,6 +222,11 @@ class Simulated(Precision):
 
 
 FP8, FP8_E4M3 = Fp8(), Fp8(gradients=E4M3)
+
+
+def _steepest(activation: str, *, gated: bool) -> float | None:
+  """A bound of the derivative, by which dh alone tells a bound of dz; None with a gate, or if there is no bound."""
+  return None if gated else ACTIVATIONS[activation].steepest
 
 
 def _under_power_of_two(amax: Array) -> Array:

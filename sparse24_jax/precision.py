@@ -191,6 +191,10 @@ class Precision:
     """The passes of `scale_of` and `sample`."""
     return Pass(f'{name} sampled', (pack_costs.mvue_pack(entries, wide, self.width(wide)),))
 
+  def notes_of_dh(self, activation: str, *, gated: bool) -> bool:
+    """Whether `scale_of_activation` wants the largest magnitude of dh of the matmul that makes it."""
+    return False
+
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
   ) -> Packed:

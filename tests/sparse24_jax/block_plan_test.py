@@ -188,6 +188,16 @@ class StepsTest(parameterized.TestCase):
     x = 0 if plan.precision.scales else TOKENS * D * 2  # which no step makes
     self.assertEqual(size_of(a for a in kept if TOKENS in a.shape), sum(s.kept for s in plan.steps) + x)
 
+  def test_a_dense_forward_notes_nothing(self):
+    plan = plan_block(FP8, TOKENS, sides(False), jnp.bfloat16)
+    dense = dataclasses.replace(plan, up=dataclasses.replace(
+      plan.up, backends=dataclasses.replace(plan.up.backends, forward=None)
+    ))  # fmt: skip
+    passes = [
+      [move.op for move in step.moves] for each in (plan, dense) for step in each.steps if step.name == 'h rounded'
+    ]  # fmt: skip
+    self.assertEqual(passes, [['quantize_both'], ['amax', 'quantize_both']])
+
   @parameterized.product(policy=(S_STE, MIXED), gated=(False, True))
   def test_not_fused_are_what_runs(self, policy, gated):
     plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)

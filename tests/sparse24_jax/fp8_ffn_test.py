@@ -14,7 +14,7 @@ from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
 import sparse24_jax as s24
-from sparse24_jax import block_plan, fp8, plan
+from sparse24_jax import block_plan, fp8, matmuls, plan
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
@@ -52,22 +52,32 @@ class FfnTest(parameterized.TestCase):
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
 
-  @parameterized.parameters((KERNELS, 'gelu', False, 1), (MASKED, 'gelu', False, 2), (MASKED, 'silu', True, 0))
-  def test_matmuls_that_note_what_is_largest(self, policy, activation, gated, fewer):
-    """Without a gate there is no pass over h, nor over dh where the input gradient is sparse. All is as it was."""
+  @parameterized.parameters(
+    (KERNELS, 'gelu', False, 1, 1), (MASKED, 'gelu', False, 2, 2), (MASKED, 'silu', True, 0, 0),
+    (MASKED, 'squared_relu', False, 1, 1),
+  )  # fmt: skip
+  def test_matmuls_that_note_what_is_largest(self, policy, activation, gated, fewer, noting):
+    """Without a gate there is no pass over h, nor over dh where the input gradient is sparse. All is as it was.
+
+    Squared ReLU has no bounded derivative: dh alone does not tell a bound of dz, and no matmul is asked for it.
+    """
     given = problem(gated=gated, biased=True, **({'init': init_masks} if policy is MASKED else {}))
 
     def run(precision):
       with (
         mock.patch.dict(plan.PRECISIONS, fp8=precision),
         mock.patch.object(quantize, 'amax', side_effect=quantize.amax) as amax,
+        mock.patch.object(matmuls.api, 'sparse_matmul', side_effect=matmuls.api.sparse_matmul) as sparse_matmul,
         layers_alike.traced_one_by_one(),
       ):
         found = jit(lambda *args: ffn_and_gradients.__wrapped__(policy, activation, *args))(*given, KEY)
-      return amax.call_count, jax.tree.leaves(found)
+      asked = sum(bool(call.kwargs['amax']) for call in sparse_matmul.call_args_list)
+      return amax.call_count, asked, jax.tree.leaves(found)
 
-    (passes, expected), (found_passes, found) = run(dataclasses.replace(fp8.FP8, notes_amax=False)), run(fp8.FP8)
-    self.assertEqual(passes - found_passes, fewer)
+    (passes, none, expected), (found_passes, asked, found) = (
+      run(precision) for precision in (dataclasses.replace(fp8.FP8, notes_amax=False), fp8.FP8)
+    )
+    self.assertEqual((passes - found_passes, none, asked), (fewer, 0, noting))
     for one, other in zip(found, expected, strict=True):
       np.testing.assert_array_equal(one, other)
 
