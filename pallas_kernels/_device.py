@@ -73,7 +73,7 @@ def environment() -> dict[str, Any]:
   device = current()
   return dict(
     device=device.name,
-    gpu=_which_gpu() if device.num_sms else None,
+    gpu=_which_gpu(),
     driver=_output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader') if device.num_sms else None,
     versions={name: importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'numpy')},
     commit=commit(),
@@ -82,10 +82,19 @@ def environment() -> dict[str, Any]:
   )
 
 
+def listed() -> str | None:
+  """JAX's first GPU as the driver's tools name it, by index or UUID; None without one."""
+  if current().platform != 'gpu':
+    return None
+  ordinal, visible = jax.devices()[0].local_hardware_id, os.environ.get('CUDA_VISIBLE_DEVICES')
+  return visible.split(',')[ordinal] if visible else str(ordinal)  # JAX counts the listed GPUs
+
+
 def _which_gpu() -> str | None:
   """The beginning of the GPU's UUID: two of a kind differ by some percent."""
-  first = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0] or '0'
-  uuid = _output('nvidia-smi', '-i', first, '--query-gpu=uuid', '--format=csv,noheader')
+  if (gpu := listed()) is None:
+    return None
+  uuid = _output('nvidia-smi', '-i', gpu, '--query-gpu=uuid', '--format=csv,noheader')
   return uuid and uuid[: len('GPU-01234567')]
 
 

@@ -170,7 +170,10 @@ def measure(
   if not found:
     return None
   baselines = {name: times() for name, times in case.baselines.items()} | ({} if xla is None else {'xla': xla})
-  best = min(found, key=lambda c: statistics.median(found[c]))
+  # Of those that fetch as far ahead as the default, by which passes are priced: a default is changed by hand.
+  ahead = {str(c): getattr(c, 'ahead', 0) for c in case.configs}
+  alike = [name for name in found if ahead[name] == ahead[str(case.configs[0])]] or list(found)
+  best = min(alike, key=lambda c: statistics.median(found[c]))
   return dict(
     op=op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='triton', config=best,
     bytes=round(moved), copy_share=moved / statistics.median(found[best]) / bandwidth,

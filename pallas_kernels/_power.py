@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import importlib
-import os
 import statistics
 import subprocess
 import threading
 import time
 from typing import Any
-
-import jax
 
 from pallas_kernels import _device
 
@@ -60,7 +57,7 @@ class Reading:
 def recorded(gpu: str | None = None, *, every_s: float = 0.02) -> Iterator[Callable[[], Reading]]:
   """Samples a GPU (index or UUID by NVML's count, None: JAX's first) beside a block; call what it gives afterwards."""
   samples, begun, ended = list[Sample](), threading.Event(), threading.Event()
-  gpu = gpu or _current_gpu()
+  gpu = gpu or _device.listed()
 
   def look() -> None:
     for sample in _samples(gpu, every_s) if gpu else ():
@@ -78,13 +75,6 @@ def recorded(gpu: str | None = None, *, every_s: float = 0.02) -> Iterator[Calla
   finally:
     ended.set()
     thread.join(_PATIENCE_S)
-
-
-def _current_gpu() -> str | None:
-  if _device.current().platform != 'gpu':
-    return None
-  ordinal, listed = jax.devices()[0].local_hardware_id, os.environ.get('CUDA_VISIBLE_DEVICES')
-  return listed.split(',')[ordinal] if listed else str(ordinal)  # JAX counts the listed GPUs
 
 
 def _samples(gpu: str, every_s: float) -> Iterator[Sample]:

@@ -238,8 +238,11 @@ def tune(
   }
   dense_ms, found_ms = statistics.median(heat[0]), {i: statistics.median(rows[i]['final_samples_ms']) for i in good}
   if loops_of is not None and loops_of * min([dense_ms, *found_ms.values()]) >= _SHORTEST_OF_LOOPS_MS:
-    fields = sustained([(c.f, c.args) for c in (baseline, *(candidates[i] for i in good))], matmuls=loops_of)
-    for row, seen in zip((baseline_row, *(rows[i] for i in good)), fields, strict=True):
+    pairs = [(baseline_row, baseline), *((rows[i], candidates[i]) for i in good)]
+    pairs += [(other_rows[name], other) for name, other in others.items()]
+    sustained_ms(baseline.f, baseline.args, seconds=_SUSTAINED_S)  # or dense alone would begin on a cool GPU
+    fields = sustained([(c.f, c.args) for _, c in pairs], matmuls=loops_of)
+    for (row, _), seen in zip(pairs, fields, strict=True):
       row.update(seen)
     dense_ms, found_ms = baseline_row['sustained_ms'], {i: rows[i]['sustained_ms'] for i in good}
   times = {i: ms + candidates[i].setup_ms for i, ms in found_ms.items()}

@@ -86,10 +86,12 @@ def _finish(
 def masked_kernel(
   w, codes, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """Both operands in 16 bits under given codes."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
+  blocks.fetch_ahead(w + batch * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   words = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
   code = _load_code(codes, place, batch, ROWS, COLUMNS)
   x = blocks.zero_free(blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
@@ -102,10 +104,12 @@ def masked_kernel(
 def masked_scaled_kernel(
   w, codes, scale, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """Both operands of w times `scale`, in float8, under given codes."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
+  blocks.fetch_ahead(w + batch * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   x = blocks.entries(blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
   code = _load_code(codes, place, batch, ROWS, COLUMNS)
   x = blocks.scaled(x, tl.load(scale + batch), w.dtype.element_ty, row_values.dtype.element_ty)

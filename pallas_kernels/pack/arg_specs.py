@@ -39,7 +39,7 @@ def cases() -> list[Case]:
   rows.append(Case(
     costs.masked_pack(weight, 2, 2), WEIGHT, lambda key: (normal(WEIGHT)(key), codes(jax.random.key(9))),
     lambda w, old, config: pack.masked_pack(w, old, dtype=BF16, config=config),
-    lambda w, old: reference.masked_pack(w, old, dtype=BF16), few,
+    lambda w, old: reference.masked_pack(w, old, dtype=BF16), fetching(few),
   ))  # fmt: skip
   for axis in (-2, -1):
     rows.append(Case(
@@ -73,7 +73,7 @@ def cases() -> list[Case]:
       lambda key, d=dtype: (normal(WEIGHT, d)(key), codes(jax.random.key(9)), F32(100)),
       lambda w, old, s, config: pack.masked_pack(w, old, s, dtype=E4M3, config=config),
       (lambda w, old, s: reference.masked_pack(w, old, s, dtype=E4M3)) if dtype == BF16 else None,
-      tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), dtype=jnp.dtype(dtype).name,
+      fetching(tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8')), dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(

@@ -141,7 +141,7 @@ def table_of_records(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
   for found in paths:
     yield f'# {found.parent.name}'
     for entry in json.loads(found.read_text())['entries']:
-      key, dense_ms = entry['key'], statistics.median(entry['baseline']['samples_ms'])
+      key, dense_ms = entry['key'], _records.times_ms(entry)['dense']
       ms = min(_records.sparse_ms(entry).values(), default=None)
       if ms is None:
         continue

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import contextlib
 import functools
 import logging
+import math
 import pathlib
 import statistics
 import time
@@ -28,7 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')
   parser.add_argument('--sustained', action='store_true',
-                      help='judge the six fastest by loops of a second, hot, and not two by bursts with idle gaps')
+                      help='judge the six fastest of each by loops of a second, hot, and not two by bursts with idle'
+                      ' gaps; short calls by bursts all the same')
   parser.add_argument('--missing', action='store_true', help='only what this GPU has no record of')
 
 
@@ -123,20 +125,27 @@ def _tune_one(
 
 def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:
   """The four fastest of the first `timed` candidates, and where the time went."""
-  dense_ms = statistics.median(entry['baseline']['samples_ms'])
+  dense_ms, looped = statistics.median(entry['baseline']['samples_ms']), entry['baseline'].get('sustained_ms')
   rows = entry['candidates'][:timed]
   rejected = [r['rejected'] for r in rows if r['rejected']]
   spent = ', '.join(
     f'{name} {end - start:.1f} s'
     for name, start, end in zip(('compile', 'wait', 'prepare', 'time'), laps, laps[1:], strict=False)
   )
-  lines = [f'{p.key} dense {dense_ms:.4f} ms, {timed} candidates, rejected {rejected}; {spent}']
-  for row in sorted(rows, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
+  in_loops = '' if looped is None else f', {looped:.4f} ms in loops'
+  lines = [f'{p.key} dense {dense_ms:.4f} ms{in_loops}, {timed} candidates, rejected {rejected}; {spent}']
+
+  def order(row: dict[str, Any]) -> tuple[float, float]:
+    return row.get('sustained_ms', math.inf), statistics.median(row.get('samples_ms', [math.inf]))
+
+  for row in sorted(rows, key=order)[:4]:
     ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
     setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
     settings = _prepared.difference(row['config'])
-    loops = f', {row["sustained_ms"]:.4f} ms in loops' if 'sustained_ms' in row else ''
-    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f}{loops} {row["implementation"]} {settings}']
+    gain = f'x{dense_ms / ms:.3f}'
+    if looped is not None and 'sustained_ms' in row:
+      gain += f', {row["sustained_ms"]:.4f} ms in loops x{looped / row["sustained_ms"]:.3f}'
+    lines += [f'   {ms:.4f} ms{setup} {gain} {row["implementation"]} {settings}']
   # At once: processes that share a terminal do not mix their lines then.
   print('\n'.join(lines), flush=True)
 

@@ -140,11 +140,10 @@ def fetch_ahead(
   if ahead:
     size: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
     lines: tl.constexpr = 4 * tile_columns * size // 128
-    across: tl.constexpr = (columns // 4 + tile_columns - 1) // tile_columns
-    n = tl.program_id(0) + ahead
+    place = tile_at(tl.program_id(0) + ahead, rows, columns, tile_rows, tile_columns)
     line = tl.arange(0, 4 * tile_rows * lines)
-    row = (n // across) * (4 * tile_rows) + line // lines
-    column = (n % across) * (4 * tile_columns) + (line % lines) * (128 // size)
+    row = 4 * place[3] + line // lines
+    column = 4 * place[4] + (line % lines) * (128 // size)
     there = (row < rows) & (column < columns)
     prefetch((pointer + (row.to(tl.int64) * stride + column)).to(tl.int64), there.to(tl.uint32))
 

@@ -36,7 +36,9 @@ class DeviceTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), 2)
 
   def test_environment_is_json(self):
-    self.assertContainsSubset({'device', 'driver', 'versions', 'commit', 'command', 'when'}, _device.environment())
+    self.assertContainsSubset(
+      {'device', 'gpu', 'driver', 'versions', 'commit', 'command', 'when'}, _device.environment()
+    )
     json.dumps(_device.environment())
 
   @parameterized.parameters(

@@ -91,13 +91,16 @@ class PowerTest(parameterized.TestCase):
 
   @parameterized.parameters(('', '1'), ('3,5', '5'), ('GPU-a,GPU-b', 'GPU-b'))
   def test_the_gpu_that_jax_computes_on(self, visible, expected):
-    self.assertIsNone(_power._current_gpu())
+    self.assertIsNone(_device.listed())
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(jax, 'devices', lambda: [mock.Mock(local_hardware_id=1)]),
       mock.patch.dict(os.environ, {'CUDA_VISIBLE_DEVICES': visible}),
     ):
-      self.assertEqual(_power._current_gpu(), expected)
+      self.assertEqual(_device.listed(), expected)
+      with mock.patch.object(_device, '_output', side_effect=lambda *command: ' '.join(command)) as asked:
+        _device._which_gpu()
+      self.assertEqual(asked.call_args.args[:3], ('nvidia-smi', '-i', expected))
 
   @parameterized.parameters((0, 0, [612.0]), (3, 0, [690.5]), (0, 999, [690.5]))
   def test_nvml_goes_first_and_nvidia_smi_answers_for_what_it_refuses(self, refused, raised, expected):

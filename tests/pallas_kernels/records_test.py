@@ -154,15 +154,15 @@ class RecordsTest(absltest.TestCase):
 
   def test_older_rows_stay_when_only_some_settings_are_timed_again(self):
     old = self._entry(_KEY, 'dense')
-    old['candidates'][0] |= dict(final_samples_ms=[5.0], sustained_ms=5.5)
+    old['candidates'][0] |= dict(final_samples_ms=[5.0], sustained_ms=5.5, power_w=700.0)
     again = old['candidates'][1] | dict(samples_ms=[4.5])
     other = again | dict(implementation='cusparselt')
     rows = _records.merged([again, other], old)
     self.assertEqual(rows[:2], [again, other])
     self.assertEqual([r['config'] for r in rows[2:]], [{'stages': 5}])
     self.assertEqual(rows[2]['earlier_final_samples_ms'], [5.0])
-    self.assertEqual(rows[2]['earlier_sustained_ms'], 5.5)
-    self.assertNoCommonElements(('final_samples_ms', 'sustained_ms'), rows[2])
+    self.assertEqual((rows[2]['earlier_sustained_ms'], rows[2]['earlier_power_w']), (5.5, 700.0))
+    self.assertNoCommonElements(('final_samples_ms', 'sustained_ms', 'power_w'), rows[2])
     self.assertEqual(_records.merged([again], None), [again])
 
   def test_the_longest_heat_judges(self):
@@ -172,6 +172,21 @@ class RecordsTest(absltest.TestCase):
     rows[3] |= dict(final_samples_ms=[3.6], sustained_ms=3.9)
     for count, best in ((1, 0), (2, 1), (3, 2), (4, 3)):
       self.assertEqual(_records.best_of(dict(candidates=rows[:count]), 'a')['config'], best)
+    rows[3] |= dict(setup_ms=0.2)
+    self.assertEqual(_records.best_of(dict(candidates=rows), 'a')['config'], 2)
+
+  def test_times_are_those_by_which_the_choice_was_made(self):
+    row = dict(implementation='a', config=0, rejected=None, samples_ms=[1.1], final_samples_ms=[1.05])
+    other = row | dict(implementation='b', samples_ms=[0.1])
+    wide = dict(samples_ms=[4.0])
+    bursts = dict(baseline=dict(samples_ms=[1.0]), candidates=[row, other], others=dict(wide=wide))
+    self.assertEqual(_records.times_ms(bursts), dict(dense=1.0, a=1.05, b=1.05, wide=4.0))
+    # What was not looped is not compared with what was.
+    loops = dict(
+      baseline=dict(samples_ms=[1.0], sustained_ms=1.5), others=dict(wide=wide | dict(sustained_ms=5.0)),
+      candidates=[row | dict(sustained_ms=1.25, setup_ms=0.25), other],
+    )  # fmt: skip
+    self.assertEqual(_records.times_ms(loops), dict(dense=1.5, a=1.5, wide=5.0))
 
   def test_every_shipped_choice_is_the_fastest_verified_one(self):
     paths = list(_records.TUNED.glob('*/*_matmul.json'))

@@ -59,6 +59,10 @@ def dense(x):
   return x
 
 
+def wide(x):
+  return x
+
+
 class VerifyTest(parameterized.TestCase):
 
   def test_accepts_the_right_answer(self):
@@ -147,21 +151,29 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual(entry['choice']['implementation'], 'dense')
     self.assertEqual((entry['candidates'][0]['setup_ms'], entry['candidates'][0]['samples_ms']), (2.5, [1.0, 1.0]))
 
-  @parameterized.parameters((1.0, 1.5, 'also_right'), (1.0, 1.1, 'dense'), (0.01, 1.5, 'right'))
-  def test_loops_decide_unless_calls_are_too_short(self, scale, dense_ms, chosen):
-    looped = dict(dense=dense_ms, right=1.4, also_right=1.2)
+  # With eight matmuls a call 0.05 ms of each are enough.
+  @parameterized.parameters(
+    (1.0, 2, 1.5, 0.0, 'also_right'), (1.0, 2, 1.1, 0.0, 'dense'), (1.0, 2, 1.5, 0.25, 'right'),
+    (0.05, 2, 1.5, 0.0, 'right'), (0.05, 8, 1.5, 0.0, 'also_right'),
+  )  # fmt: skip
+  def test_loops_decide_unless_calls_are_too_short(self, scale, matmuls_a_call, dense_ms, setup_ms, chosen):
+    looped = dict(dense=dense_ms, right=1.4, also_right=1.2, wide=8.0)
 
     def sustained(calls, *, matmuls):
-      self.assertEqual(matmuls, 2)
+      self.assertEqual(matmuls, matmuls_a_call)
       return [dict(sustained_ms=looped[f.__name__], clock_mhz=1500.0) for f, _ in calls]
 
-    candidates = [_candidate('right', right), _candidate('also_right', also_right)]
-    with mock.patch.object(_tuning, 'sustained', sustained):
+    candidates = [
+      _candidate('right', right), dataclasses.replace(_candidate('also_right', also_right), setup_ms=setup_ms),
+    ]  # fmt: skip
+    with mock.patch.object(_tuning, 'sustained', sustained), mock.patch.object(_tuning, 'sustained_ms'):
       times = dict(dense=3.0 * scale, right=1.0 * scale, also_right=2.0 * scale)
-      entry = self._tune(times, candidates, finalists=2, loops_of=2)
+      others = dict(wide=_candidate('wide', wide))
+      entry = self._tune(times | dict(wide=9.0), candidates, finalists=2, loops_of=matmuls_a_call, others=others)
     self.assertEqual(entry['choice']['implementation'], chosen)
-    rows = [entry['baseline'], *entry['candidates']]
-    self.assertEqual([row.get('sustained_ms') for row in rows], [*looped.values()] if scale == 1.0 else 3 * [None])
+    rows = [entry['baseline'], *entry['candidates'], entry['others']['wide']]
+    judged = scale * matmuls_a_call > 0.2
+    self.assertEqual([row.get('sustained_ms') for row in rows], [*looped.values()] if judged else 4 * [None])
     self.assertEqual(entry['candidates'][0]['final_samples_ms'], [scale, scale])
 
   def test_every_implementation_has_its_finalists(self):

@@ -162,8 +162,8 @@ def fetch(source: Source, folder: pathlib.Path) -> Iterator[str]:
       version = urllib.parse.unquote(deb.name.split('_')[1])
       if version != source.version:
         print(
-          f'{source.package} is {version}, and {source.version} in the text of the races in docs/: this text is another'
-          ' one (try again after `apt-get update`; if that changes nothing, Debian has a newer one)', file=sys.stderr
+          f'{source.package} is {version}, and {source.version} in the text of the races in docs/: this may be another'
+          ' text (try again after `apt-get update`; if that changes nothing, Debian has a newer one)', file=sys.stderr
         )  # fmt: skip
       _run('dpkg', '-x', str(deb), str(folder / 'x'))
       for path in sorted((folder / 'x').glob(source.pattern)):

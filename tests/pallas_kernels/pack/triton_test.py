@@ -48,6 +48,14 @@ class TritonTest(parameterized.TestCase):
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
     self.assertEqual(made.count('CCTL.E.PF2') > 0, 'AHEAD' in constants)
 
+  def test_kernels_are_told_how_far_ahead_to_fetch(self):
+    from pallas_kernels.triton_blocks.launch import Config
+
+    self.assertEqual(Config(ahead=7).constants(64, 32)['AHEAD'], 7)
+    self.assertNotIn('AHEAD', Config().constants(64, 32))  # which leaves kernels what they were
+    with self.assertRaisesRegex(ValueError, 'ahead=-1'):
+      Config(ahead=-1)
+
   def test_matrices_beyond_the_offsets_are_refused(self):
     from pallas_kernels.pack import triton as pack
 

@@ -1,5 +1,6 @@
 """The tuner's way through a problem on a CPU: XLA in place of the kernels, a clock of our own in place of CUPTI."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -133,6 +134,27 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual(_settings.to_time(p, own, self.folder, False), [known])
     self.assertIn(known, _settings.to_time(p, own, self.folder, True))
     self.assertLen(_settings.to_time(p, own, self.folder, True), 11)
+
+  @parameterized.parameters((True, 6, 3), (False, 2, None))
+  def test_loops_judge_if_they_are_asked_to(self, sustained, finalists, loops_of):
+    arguments = argparse.ArgumentParser()
+    tune.arguments(arguments)
+    arguments.add_argument('--tuned', type=pathlib.Path, default=self.folder)
+    given = arguments.parse_args(['--select', 'small', *(['--sustained'] if sustained else [])])
+    with mock.patch.object(_processes, 'run', return_value=_processes.Ended(failed=0, left=0)) as run:
+      tune.run(given)
+    job = run.call_args.args[0]
+    with (
+      mock.patch.object(_settings, 'compiled'), mock.patch.object(_settings, 'to_time'),
+      mock.patch.object(_prepared, 'prepare', return_value=mock.MagicMock(sparse=[])),
+      mock.patch.object(_prepared, 'weights', return_value=3), mock.patch.object(_tuning, 'tune') as judge,
+      mock.patch.object(tune, '_cusparselt_search', return_value=mock.MagicMock(candidates=[], others=[])),
+      mock.patch.object(_records, 'save'), mock.patch.object(_records, 'merged'),
+      mock.patch.object(tune, '_print_tuned'),
+    ):  # fmt: skip
+      job(0, contextlib.nullcontext())
+    options = judge.call_args.kwargs
+    self.assertEqual((options['finalists'], options['loops_of']), (finalists, loops_of))
 
   def test_problems_without_time_are_told(self):
     out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))

