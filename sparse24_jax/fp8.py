@@ -182,8 +182,8 @@ class Fp8(Precision):
     return self.notes_amax and _steepest(activation, gated=gated) is not None
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
-    passes = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
-    return Pass(f'{name} sampled and rounded', passes)
+    moves = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
+    return Pass(f'{name} sampled and rounded', moves)
 
   def activation_and_sampling(
     self, hidden: int, wide: int, *, gated: bool, scaled: bool = False
