@@ -241,3 +241,29 @@ def race_by_the_clock(name: str, ours: str, rival: str) -> str:
     "loss after the first's seconds", "at the first's final loss after so many, share",
   )  # fmt: skip
   return table(head, rows)
+
+
+def race_by_the_minute(name: str, ours: str, rival: str, every: int) -> str:
+  """Bytes read, training and validation loss of one run of each, at every so many evaluations, and the lowest of all.
+
+  A training loss is the mean of what was logged since the evaluation before.
+  """
+  runs = {r['contender']: r for r in provenance.read(name) if r['bench'] == 'race'}
+  cells, lowest = [], ['lowest of all']
+  for r in (runs[ours], runs[rival]):
+    steps, seconds, losses = np.array(r['validation']).T
+    logged, train = np.array(r['train'])[:, :2].T
+    before = np.concatenate([[0], steps[:-1]])
+    means = [train[(a < logged) & (logged <= b)].mean() for a, b in zip(before, steps, strict=True)]
+    read = steps * r['batch'] * r['length'] / 1e6
+    cells.append([(f'{a:.0f}', f'{b:.3f}', f'{c:.4f}') for a, b, c in zip(read, means, losses, strict=True)])
+    least = losses.argmin()
+    lowest += [f'{read[least]:.0f}', f'{means[least]:.3f}', f'{losses[least]:.4f} after {seconds[least]:.0f} s']
+  (_, seconds, mine), (*_, others) = (np.array(runs[who]['validation']).T for who in (ours, rival))
+  rows = [
+    [f'{seconds[i]:.0f}', *cells[0][i], *cells[1][i], f'{mine[i] - others[i]:+.4f}']
+    for i in range(every - 1, len(seconds), every)
+  ]
+  columns = [f'{runs[who]["title"]}: million bytes read | training loss | validation loss' for who in (ours, rival)]
+  head = ('seconds', *' | '.join(columns).split(' | '), 'the first minus the second')
+  return table(head, [*rows, [*lowest, f'{mine.min() - others.min():+.4f}']])

@@ -229,6 +229,9 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 110 seconds': lambda: measured.race_by_the_clock(
       'race_h200_wide2048_3_110s.jsonl', 's_ste_fp8_all', 'half_ffn_fp8'
     ),
+    'race of 20 minutes': lambda: measured.race_by_the_minute(
+      'race_h200_wide2048_3_20_minutes.jsonl', 's_ste_fp8_all', 'half_ffn_fp8', every=4
+    ),
     'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
     'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
