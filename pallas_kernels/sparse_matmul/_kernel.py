@@ -24,7 +24,7 @@ from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
 from pallas_kernels.sparse_matmul import reference
-from pallas_kernels.sparse_matmul._problem import check_config, Config, Problem, schedule
+from pallas_kernels.sparse_matmul._problem import box_bytes, check_config, Config, Problem, schedule
 
 Array = jax.Array
 
@@ -56,8 +56,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   consumers = work.clusters * c.cluster * CONSUMERS
   num_outs = 1 + p.keep_preactivation
 
-  a_swizzle = min(128, c.bk // 2 * p.a_dtype.itemsize)
-  b_swizzle = min(128, c.bk * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
+  a_swizzle = box_bytes(c.bk // 2 * p.a_dtype.itemsize, p.k // 2 * p.a_dtype.itemsize)
+  b_swizzle = box_bytes(c.bk * p.b_dtype.itemsize, p.k * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
   shape = wgmma_sp.Shape(c.rows, c.bn, c.bk, p.a_dtype, p.b_dtype, p.b_layout, a_swizzle, b_swizzle, c.delay)
   ops = (wgmma_sp.standins if interpret else wgmma_sp.blocks)(shape)
   b_block = (c.bn, c.bk) if p.b_layout == 'nk' else (c.bk, c.bn)

@@ -9,7 +9,7 @@ import dataclasses
 
 from pallas_kernels.costs import sparse_entry
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul._problem import Config, copies_a, fits, Problem, schedule
+from pallas_kernels.sparse_matmul._problem import Config, copies_a, ends_half_way, fits, Problem, schedule
 from pallas_kernels.sparse_matmul._schedule import Schedule
 
 H100_SMS = 132
@@ -142,7 +142,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   """The settings that are worth timing, likely ones first.
 
   Half of them differ in tiles, clusters and the last wave; the others vary the two best of these in what no prediction
-  covers: CTAs that have nothing to do, output buffers, the order of tiles.
+  covers: half steps, CTAs that have nothing to do, output buffers, the order of tiles.
 
   Args:
     p: the problem.
@@ -158,6 +158,8 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   found = ranked[: count // 2]
   change = dataclasses.replace
   for c in ranked[:2]:
+    if ends_half_way(p):
+      found += [change(c, half_steps=True), change(c, half_steps=True, slots=2)]
     found += [change(c, slots=2), change(c, slots=2, band=16)]
     if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
       found += [change(c, ctas=max(fewer, min(128, num_sms)))]

@@ -30,6 +30,8 @@ class Config:
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
     halves: what the two consumers of a CTA share out: 'm', the rows of its tile, or 'k', the K steps. By steps a tile
       has half the rows, so that twice as many CTAs read a small A; the two sums are added in shared memory.
+    half_steps: whether the last step along K may be half a one. 8-bit operands of such a K, say 1,600, are then copied
+      in narrower boxes; else they are padded before, each by a pass of its own.
   """
 
   rows: int = 128
@@ -45,6 +47,7 @@ class Config:
   slots: int = 1
   along: str = 'm'
   halves: str = 'm'
+  half_steps: bool = False
 
   @property
   def tile_m(self) -> int:
@@ -175,6 +178,16 @@ def fits(p: Problem, c: Config) -> bool:
   except ValueError:
     return False
   return True
+
+
+def ends_half_way(p: Problem) -> bool:
+  """Whether the last step along K of 8-bit operands is at most half a one."""
+  return p.a_dtype.itemsize == 1 and 0 < p.k % 128 <= 64
+
+
+def box_bytes(step: int, row: int) -> int:
+  """Bytes along K that TMA copies and swizzles together: those of a step, as far as whole boxes make a row."""
+  return next(size for size in (128, 64, 32) if size <= step and row % size == 0)
 
 
 def copies_a(p: Problem, c: Config) -> bool:

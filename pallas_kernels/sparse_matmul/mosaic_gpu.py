@@ -19,7 +19,7 @@ from pallas_kernels.sparse_matmul import reference
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import candidates as settings
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
-from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Problem
+from pallas_kernels.sparse_matmul._problem import Config, ends_half_way, fits, for_outputs, Problem
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'settings', 'sparse_matmul']
@@ -138,8 +138,11 @@ def _padded(p: Problem, c: Config) -> Problem:
     n = _boxes(n, along_out, 2)
   if p.b_layout == 'kn':
     n = _boxes(n, along_b, 2)
-  # A step of 128 16-bit entries reads boxes of 64 kept values, which make 128 of K.
-  k = _boxes(_boxes(p.k, 128 // p.a_dtype.itemsize, 2), c.bk)
+  if c.half_steps and ends_half_way(p):
+    k = max(_boxes(p.k, 64), 256)
+  else:
+    # A step of 128 16-bit entries reads boxes of 64 kept values, which make 128 of K.
+    k = _boxes(_boxes(p.k, 128 // p.a_dtype.itemsize, 2), c.bk)
   return dataclasses.replace(p, m=m, n=n, k=k)
 
 

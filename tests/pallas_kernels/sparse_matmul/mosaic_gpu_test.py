@@ -70,6 +70,14 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
 
+  @parameterized.parameters(
+    (64, 320, {}), (300, 448, dict(cluster=2, stages=3, split=2, ctas=4)), (64, 192, dict(delay=0))
+  )
+  def test_the_last_step_of_8_bits_is_half_a_one(self, m, k, change):
+    a, b = _inputs(m, 72, k, _E4M3, _E4M3, 'nk')
+    config = mosaic_gpu.Config(**dict(rows=64, bn=64, bk=128, stages=2, cluster=1, half_steps=True) | change)
+    self._check(a, b, config, out_layout='nm')
+
   @parameterized.parameters((24, 8, 1, 'float32', 'mn'), (40, 8, 2, 'float32', 'mn'), (24, 24, 1, 'bfloat16', 'nm'))
   def test_tiles_of_an_odd_number_of_eight_columns(self, bn, epilogue_n, cluster, out_dtype, out_layout):
     # The last tile has eight columns.
@@ -232,6 +240,20 @@ class ConfigTest(parameterized.TestCase):
     self.assertTrue(mosaic_gpu.fits(p, c))
 
 
+  @parameterized.parameters(
+    (1600, 1664, 1600), (1700, 1792, 1728), (1728, 1792, 1728), (1760, 1792, 1792), (128, 256, 256)
+  )
+  def test_half_a_step_of_8_bits_is_padded_to_a_whole_one_unless_the_setting_takes_it(self, k, padded, half):
+    p = mosaic_gpu.Problem(1600, 512, k, _E4M3, _E4M3, _BF16)
+    for half_steps, expected in ((False, padded), (True, half)):
+      self.assertEqual(mosaic_gpu._padded(p, mosaic_gpu.Config(bk=128, half_steps=half_steps)).k, expected)
+
+  def test_settings_of_half_steps_are_timed_where_there_are_any(self):
+    for k, dtype, expected in ((1600, _E4M3, True), (1664, _E4M3, False), (1600, _BF16, False)):
+      found = mosaic_gpu.settings(mosaic_gpu.Problem(6400, 24576, k, dtype, dtype, _BF16, out_layout='nm'), 132)
+      self.assertEqual(any(c.half_steps for c in found), expected)
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -306,6 +328,10 @@ _PROGRAMS = {
     (4096, 16, 4096), _E4M3,
     mosaic_gpu.Config(rows=64, bn=16, bk=128, stages=16, cluster=1, split=4, epilogue_n=16),
     dict(scales='scalars', out_layout='nm'), 4,
+  ),
+  'float8_half_steps': (
+    (6400, 24576, 1600), _E4M3, mosaic_gpu.Config(bk=128, slots=2, along='n', half_steps=True),
+    dict(scales='scalars', out_layout='nm'), 12,
   ),
   'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
 }
