@@ -81,11 +81,6 @@ def tiles(*names: str) -> tuple[Any, ...]:
   return tuple(_pack.Config(*map(int, name.split('x'))) for name in names)
 
 
-def fetching(settings: Sequence[Any]) -> tuple[Any, ...]:
-  """These settings, and the first of them with tiles fetched ahead."""
-  return *settings, *(dataclasses.replace(settings[0], ahead=ahead) for ahead in (512, 1024, 2048))
-
-
 def differing(found: Any, expected: Any) -> list[int]:
   """Elements that differ in bits, for each array of two trees. One NaN is as good as another: XLA gives several."""
   counts = []
@@ -170,10 +165,7 @@ def measure(
   if not found:
     return None
   baselines = {name: times() for name, times in case.baselines.items()} | ({} if xla is None else {'xla': xla})
-  # Of those that fetch as far ahead as the default, by which passes are priced: a default is changed by hand.
-  ahead = {str(c): getattr(c, 'ahead', 0) for c in case.configs}
-  alike = [name for name in found if ahead[name] == ahead[str(case.configs[0])]] or list(found)
-  best = min(alike, key=lambda c: statistics.median(found[c]))
+  best = min(found, key=lambda c: statistics.median(found[c]))
   return dict(
     op=op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='triton', config=best,
     bytes=round(moved), copy_share=moved / statistics.median(found[best]) / bandwidth,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels._passes import Case, fetching, normal, tiles
+from pallas_kernels._passes import Case, normal, tiles
 from pallas_kernels.gated_activation import api, costs
 from pallas_kernels.gated_activation import reference as gated_reference
 
@@ -49,7 +49,7 @@ def cases() -> list[Case]:
       costs.activation_backward_pack(ENTRIES, 2, 2, **options), shape, make,
       lambda d, z, k, config, o=packed: gated.activation_backward_pack(d, z, k, config=config, **o),
       lambda d, z, k, o=packed: gated_reference.activation_backward_pack(d, z, k, **o),
-      fetching(halves if gate else whole),
+      halves if gate else whole,
     ))  # fmt: skip
   for name, gate, configs in (
     ('gelu', False, tiles('16x32x8', '16x16x4', '16x16x2', '16x16x8', '32x16x4', '32x16x8', '16x32x4', '64x16x8')),
@@ -64,7 +64,7 @@ def cases() -> list[Case]:
         normal((t, f))(key), normal((t, 2 * f if g else f))(jax.random.key(3)), jax.random.key(1), F32(5e3)
       ),
       lambda d, z, k, s, config, o=packed: gated.activation_backward_pack(d, z, k, s, config=config, **o),
-      None, fetching(configs),
+      None, configs,
     ))  # fmt: skip
   for name, gate, dh, z in (
     ('gelu', False, (16384, 16384), (16384, 16384)), ('silu', True, (TOKENS, HIDDEN), (TOKENS, 2 * HIDDEN))

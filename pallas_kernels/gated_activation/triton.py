@@ -71,14 +71,13 @@ def activate(z, ACTIVATION: tl.constexpr):
 def backward_kernel(
   dh, z, parameters, dz, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  ACTIVATION: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr = 0,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
   """dz from dh [ROWS, COLUMNS] and z, and the MVUE pack of dz along tokens, the rows.
 
   z and dz hold gate and up side by side if GATED.
   """
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-  _fetch_ahead(dh, z, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, GATED, AHEAD)
   _backward(dh, z, parameters, None, dz, values, metadata, place, ROWS, COLUMNS, ACTIVATION, GATED)
 
 
@@ -86,25 +85,11 @@ def backward_kernel(
 def backward_scaled_kernel(
   dh, z, parameters, scale, dz, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  ACTIVATION: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr = 0,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
   """`backward_kernel` with dz and its pack in float8: what `mvue_scaled_kernel` makes of the dz in the dtype of z."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-  _fetch_ahead(dh, z, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, GATED, AHEAD)
   _backward(dh, z, parameters, scale, dz, values, metadata, place, ROWS, COLUMNS, ACTIVATION, GATED)
-
-
-@triton.jit
-def _fetch_ahead(
-  dh, z, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  GATED: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-  """See `blocks.fetch_ahead`: of dh, and of z, in both of its halves if GATED."""
-  stride: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-  blocks.fetch_ahead(dh, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
-  blocks.fetch_ahead(z, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, stride)
-  if GATED:
-    blocks.fetch_ahead(z + COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, stride)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from pallas_kernels.triton_blocks import blocks, positions, ptx, sample, transpo
 def transposable_kernel(
   w, row_values, row_metadata, column_values, column_metadata, codes, special,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """Best transposable pattern of each block, both operands under it, and its code.
 
@@ -25,7 +24,6 @@ def transposable_kernel(
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   source: tl.constexpr = w.dtype.element_ty
   batch = tl.program_id(1)
-  blocks.fetch_ahead(w + batch.to(tl.int64) * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   words = blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   if source == tl.float32:
     tl.debug_barrier()  # keeps the compiler from loading half of them when the first half has come, and registers
@@ -86,12 +84,10 @@ def _finish(
 def masked_kernel(
   w, codes, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """Both operands in 16 bits under given codes."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  blocks.fetch_ahead(w + batch * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   words = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
   code = _load_code(codes, place, batch, ROWS, COLUMNS)
   x = blocks.zero_free(blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
@@ -104,12 +100,10 @@ def masked_kernel(
 def masked_scaled_kernel(
   w, codes, scale, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """Both operands of w times `scale`, in float8, under given codes."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  blocks.fetch_ahead(w + batch * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   x = blocks.entries(blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
   code = _load_code(codes, place, batch, ROWS, COLUMNS)
   x = blocks.scaled(x, tl.load(scale + batch), w.dtype.element_ty, row_values.dtype.element_ty)
@@ -130,7 +124,6 @@ def soft_threshold_kernel(
   w, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """scale S(w) packed along one axis: the rows of the array, or its columns if GROUPS_DOWN.
 
@@ -138,7 +131,6 @@ def soft_threshold_kernel(
   """
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  blocks.fetch_ahead(w + batch * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   x = blocks.entries(blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
   if GROUPS_DOWN:
     x = blocks.transpose(x)
@@ -162,12 +154,10 @@ def soft_threshold_kernel(
 def mvue_kernel(
   x, parameters, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """An MVUE sample of x in 16 bits, packed along its columns."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
-  blocks.fetch_ahead(x + batch.to(tl.int64) * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   words = blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample.sample_and_store(
     blocks.entries(words), x.dtype.element_ty, parameters, None, values, metadata, None, place, batch, ROWS, COLUMNS
@@ -178,7 +168,6 @@ def mvue_kernel(
 def mvue_scaled_kernel(
   x, parameters, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
   """An MVUE sample of x in float8, times half of `scale`, packed along its columns; and all of x, times `scale`.
 
@@ -186,7 +175,6 @@ def mvue_scaled_kernel(
   """
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
-  blocks.fetch_ahead(x + batch.to(tl.int64) * ROWS * COLUMNS, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   words = blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample.sample_and_store(
     blocks.entries(words), x.dtype.element_ty, parameters, tl.load(scale + batch), values, metadata, dense, place,

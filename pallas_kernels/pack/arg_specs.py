@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels._passes import Case, fetching, normal, tiles
+from pallas_kernels._passes import Case, normal, tiles
 from pallas_kernels.costs import Move
 from pallas_kernels.pack import costs, reference
 
@@ -33,27 +33,27 @@ def cases() -> list[Case]:
       costs.transposable_pack(weight, jnp.dtype(dtype).itemsize, 2), WEIGHT,
       lambda key, dtype=dtype: (normal(WEIGHT, dtype)(key),),
       lambda w, config: pack.transposable_pack(w, dtype=BF16, config=config),
-      lambda w: reference.transposable_pack(w, dtype=BF16), fetching(some if dtype == BF16 else few),
+      lambda w: reference.transposable_pack(w, dtype=BF16), some if dtype == BF16 else few,
       dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   rows.append(Case(
     costs.masked_pack(weight, 2, 2), WEIGHT, lambda key: (normal(WEIGHT)(key), codes(jax.random.key(9))),
     lambda w, old, config: pack.masked_pack(w, old, dtype=BF16, config=config),
-    lambda w, old: reference.masked_pack(w, old, dtype=BF16), fetching(few),
+    lambda w, old: reference.masked_pack(w, old, dtype=BF16), few,
   ))  # fmt: skip
   for axis in (-2, -1):
     rows.append(Case(
       costs.soft_threshold_pack(weight, 2, 2, axis=axis), WEIGHT, lambda key: (normal(WEIGHT)(key), jnp.float32(1.48)),
       lambda w, s, config, axis=axis: pack.soft_threshold_pack(w, s, axis=axis, dtype=BF16, config=config),
       lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16),
-      fetching(fewer_warps_first if axis == -2 else few),
+      fewer_warps_first if axis == -2 else few,
     ))  # fmt: skip
   rows.append(Case(
     costs.mvue_pack(math.prod(ACTIVATIONS), 2, 2), ACTIVATIONS,
     lambda key: (normal(ACTIVATIONS)(key), jax.random.key(1)),
     lambda x, k, config: pack.mvue_pack(x, k, origin=ORIGIN, dtype=BF16, config=config),
     lambda x, k: reference.mvue_pack(x, k, origin=ORIGIN, dtype=BF16),
-    fetching(tiles('16x16x2', '16x16x4', '16x32x4', '32x16x4')),
+    tiles('16x16x2', '16x16x4', '16x32x4', '32x16x4'),
   ))  # fmt: skip
   for shape in ((16384, 4096), (16384, 16384)):
     small = shape[1] == 4096
@@ -63,9 +63,7 @@ def cases() -> list[Case]:
       lambda x, k, s, config: pack.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2, config=config),
       (lambda x, k, s: reference.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2))
       if small else None,
-      fetching(tiles(
-        '16x32x4', '16x16x2', '16x16x4', '16x16x8', '32x16x4', '16x32x2', '32x16x8', '16x32x8', '64x16x8'
-      )),
+      tiles('16x32x4', '16x16x2', '16x16x4', '16x16x8', '32x16x4', '16x32x2', '32x16x8', '16x32x8', '64x16x8'),
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(
@@ -73,7 +71,7 @@ def cases() -> list[Case]:
       lambda key, d=dtype: (normal(WEIGHT, d)(key), codes(jax.random.key(9)), F32(100)),
       lambda w, old, s, config: pack.masked_pack(w, old, s, dtype=E4M3, config=config),
       (lambda w, old, s: reference.masked_pack(w, old, s, dtype=E4M3)) if dtype == BF16 else None,
-      fetching(tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8')), dtype=jnp.dtype(dtype).name,
+      tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(
@@ -82,7 +80,7 @@ def cases() -> list[Case]:
       lambda w, s, config: pack.soft_threshold_pack(w, s, axis=-2, dtype=E4M3, config=config),
       (lambda w, s: reference.soft_threshold_pack(w, s, axis=-2, dtype=E4M3))
       if dtype == BF16 else None,
-      fetching(tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8')), dtype=jnp.dtype(dtype).name,
+      tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   return [*rows, masked_decay()]
 

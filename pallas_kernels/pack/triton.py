@@ -1,7 +1,6 @@
 """Packers in Triton: portable to every GPU from sm_80 on, each one pass over its input."""
 
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -38,14 +37,13 @@ def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = Non
     jax.ShapeDtypeStruct((*w.shape[:-2], rows // 4, columns // 4), jnp.uint16),
   ]
   constants = config.constants(rows, columns)
-  of_repair = dataclasses.replace(config, ahead=0).constants(rows, columns)
   *made, special = _triton.call(
     transposable_kernel, w, out_shape=[*structs, jax.ShapeDtypeStruct((1,), jnp.int32)], grid=grid,
     zeroed_outputs=(len(structs),), num_warps=config.num_warps, **constants,
   )  # fmt: skip
   *operands, codes = _triton.call(
     repair_kernel, w, special, *made, out_shape=structs, grid=(min(grid[0], REPAIRERS), batches),
-    num_warps=4, input_output_aliases={2 + i: i for i in range(len(structs))}, TILES=grid[0], **of_repair,
+    num_warps=4, input_output_aliases={2 + i: i for i in range(len(structs))}, TILES=grid[0], **constants,
   )  # fmt: skip
   return _pair(operands, codes)
 

@@ -10,13 +10,12 @@ from pallas_kernels.triton_blocks import blocks
 def quantize_kernel(
   x, scale, plain, transposed,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr = 0,
+  PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
   """x times `scale` in float8, in its own layout and transposed."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
   offset = batch * ROWS * COLUMNS
-  blocks.fetch_ahead(x + offset, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD, COLUMNS)
   e = blocks.entries(blocks.load_blocks(x + offset, place, COLUMNS))
   dtype: tl.constexpr = plain.dtype.element_ty
   rows = blocks.scaled(e, tl.load(scale + batch), x.dtype.element_ty, dtype)

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels._passes import Case, fetching, normal, tiles
+from pallas_kernels._passes import Case, normal, tiles
 from pallas_kernels.quantize import api, costs, reference
 
 triton = _triton.kernels('pallas_kernels.quantize.triton')
@@ -17,7 +17,7 @@ LAYER = (16384, 4096, 16384)
 
 def cases() -> list[Case]:
   """All rows; the list of settings starts with the default. The largest magnitude, which makes a scale, is XLA's."""
-  settings = fetching(tiles('32x32x8', '16x16x4', '32x32x4', '16x32x4', '32x16x4', '32x64x8', '64x32x8'))
+  settings = tiles('32x32x8', '16x16x4', '32x32x4', '16x32x4', '32x16x4', '32x64x8', '64x32x8')
   rounded = [
     Case(
       costs.quantize(math.prod(shape), 2, transpose='both'), shape, lambda key, s=shape: (normal(s)(key), F32(80)),

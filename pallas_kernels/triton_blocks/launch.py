@@ -21,27 +21,17 @@ class Config:
     tile_rows: 4x4 blocks a program takes down, a multiple of 16.
     tile_columns: blocks across, a multiple of 16.
     num_warps: warps a program; 32 times their number share the tile's blocks.
-    ahead: programs; each has the tile of the one that comes so many after it brought into the L2 cache. 0: none.
-
-  Raises:
-    ValueError: `ahead` is negative.
   """
 
   tile_rows: int = 16
   tile_columns: int = 16
   num_warps: int = 4
-  ahead: int = 0
-
-  def __post_init__(self):
-    if self.ahead < 0:
-      raise ValueError(f'ahead={self.ahead}: tiles of later programs alone are fetched')
 
   def grid(self, batches: int, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // (4 * self.tile_rows)) * -(-columns // (4 * self.tile_columns)), batches
 
   def constants(self, rows: int, columns: int) -> dict[str, int]:
-    tile = dict(ROWS=rows, COLUMNS=columns, TILE_ROWS=self.tile_rows, TILE_COLUMNS=self.tile_columns)
-    return tile | ({'AHEAD': self.ahead} if self.ahead else {})
+    return dict(ROWS=rows, COLUMNS=columns, TILE_ROWS=self.tile_rows, TILE_COLUMNS=self.tile_columns)
 
 
 def check_float8() -> None:

@@ -3,7 +3,6 @@
 The interpreter is chosen when kernels are decorated, so such tests run in a process of their own (`run_interpreted`).
 """
 
-import collections
 from collections.abc import Mapping, Sequence
 import importlib.util
 import os
@@ -43,13 +42,6 @@ def run_interpreted(*ops: str, only: Sequence[str] = ()) -> str:
   return done.stdout + done.stderr
 
 
-# What the interpreter's copies of the arrays take of the memory; by program, the addresses of the entries of tiles that
-# were loaded, and of the lines that were brought into the L2 cache.
-_held: list[range] = []
-_loaded: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
-_fetched: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
-
-
 class _Storage:
   def __init__(self, array: np.ndarray):
     self.array = array
@@ -58,9 +50,7 @@ class _Storage:
     return self.array.ctypes.data
 
   def cpu(self) -> '_Storage':
-    copy = _Storage(self.array.copy())
-    _held.append(range(copy.data_ptr(), copy.data_ptr() + copy.array.nbytes))
-    return copy
+    return _Storage(self.array.copy())
 
   def copy_(self, other: '_Storage') -> None:
     self.array[...] = other.array
@@ -124,23 +114,6 @@ def numbers_before_nan() -> None:
     setattr(interpreter.InterpreterBuilder, name, lambda self, x, y, f=f: self.binary_op(x, y, f))
 
 
-def tiles_are_seen() -> None:
-  """Makes the interpreter note the addresses of what programs load eight bytes at a time: the entries of tiles."""
-  from triton.runtime import interpreter
-
-  builder = interpreter.InterpreterBuilder
-  if hasattr(builder, 'load_unseen'):
-    return
-  builder.load_unseen = builder.create_masked_load
-
-  def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-    if pointers.get_element_ty().primitive_bitwidth == 64:
-      _loaded[self.grid_idx[:2]] |= set(pointers.data[mask.data].tolist())
-    return self.load_unseen(pointers, mask, *rest)
-
-  builder.create_masked_load = load
-
-
 class _Results:
   """What an inline instruction gives back: one tensor."""
 
@@ -180,17 +153,14 @@ _FLOAT = {
 def inline_instructions() -> None:
   """Gives the interpreter the pieces of inline PTX that the kernels use.
 
-  Fetches into a cache, byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two,
-  reciprocals, two float32 to two of 16 bits, and two or four to float8.
+  Byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32
+  to two of 16 bits, and two or four to float8.
   """
   import triton.language as tl
   from triton.runtime import interpreter
 
   def inline(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
     data = [v.data for v in values]
-    if 'prefetch.global.L2' in asm:
-      _fetched[self.grid_idx[:2]] |= set(data[0][data[1] != 0].tolist())
-      return _Results(interpreter.TensorHandle(np.zeros(data[0].shape, np.uint32), tl.uint32))
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
     if asm == 'mov.b32 $0, $1;':
@@ -220,20 +190,6 @@ def inline_instructions() -> None:
   interpreter.InterpreterBuilder.create_inline_asm = inline
 
 
-def _check_fetched(inputs: int, ahead: int) -> None:
-  """AssertionError unless each program fetched, by lines of 128 bytes, what the one loads that comes so many later."""
-  def of_inputs(addresses: set[int]) -> set[int]:
-    return {a for a in addresses if any(a in array for array in _held[:inputs])}
-
-  found = {program: fetched for program, fetched in _fetched.items() if fetched}
-  expected = {(i - ahead, batch): loaded for (i, batch), loaded in _loaded.items() if ahead and i >= ahead}
-  assert found.keys() == expected.keys(), f'{[*found]} fetch, expected {[*expected]}'
-  for program, fetched in found.items():
-    loaded = of_inputs(expected[program])
-    assert fetched <= loaded, f'{program} fetched what its later program does not load'
-    assert all(any(0 <= a - first < 128 for first in fetched) for a in loaded), f'{program} left out what it loads'
-
-
 def run(
   kernel: Any,
   grid: tuple[int, ...],
@@ -250,17 +206,13 @@ def run(
   round_to_nearest_even()
   numbers_before_nan()
   inline_instructions()
-  tiles_are_seen()
   made = []
   for shape, dtype in outputs:
     raw = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8)
     made.append(Tensor(raw.view(dtype).reshape(shape)))
   if zero_last:
     made[-1].array[...] = 0
-  for seen in (_held, _loaded, _fetched):
-    seen.clear()
   kernel[grid](*(Tensor(np.array(x)) for x in inputs), *made, **constants)
-  _check_fetched(len(inputs), constants.get('AHEAD', 0))
   return [t.array for t in made]
 
 

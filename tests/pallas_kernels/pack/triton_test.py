@@ -19,7 +19,6 @@ KERNELS = (
   ('masked_kernel', [BF16, U16, *PAIR], {}, 4),
   ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 4),
   ('mvue_kernel', [BF16, U32, BF16, U32], {}, 2),
-  ('mvue_kernel', [BF16, U32, BF16, U32], dict(AHEAD=1024), 2),
 )
 # For compute capability 9.0: the sparse float8 matmul is Hopper's.
 FLOAT8_KERNELS = (
@@ -46,15 +45,6 @@ class TritonTest(parameterized.TestCase):
     )
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
-    self.assertEqual(made.count('CCTL.E.PF2') > 0, 'AHEAD' in constants)
-
-  def test_kernels_are_told_how_far_ahead_to_fetch(self):
-    from pallas_kernels.triton_blocks.launch import Config
-
-    self.assertEqual(Config(ahead=7).constants(64, 32)['AHEAD'], 7)
-    self.assertNotIn('AHEAD', Config().constants(64, 32))  # which leaves kernels what they were
-    with self.assertRaisesRegex(ValueError, 'ahead=-1'):
-      Config(ahead=-1)
 
   def test_matrices_beyond_the_offsets_are_refused(self):
     from pallas_kernels.pack import triton as pack

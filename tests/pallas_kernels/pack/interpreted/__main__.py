@@ -1,6 +1,5 @@
 """The Triton packing kernels against the reference, bit for bit, in Triton's interpreter, by interpreted_test.py."""
 
-import dataclasses
 import functools
 
 from absl.testing import absltest, parameterized
@@ -67,7 +66,7 @@ class InterpretedTest(parameterized.TestCase):
     out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     lead, rows, columns = shape[:-2], *shape[-2:]
     expected = jax.jit(functools.partial(reference.transposable_pack, dtype=out))(w)
-    config = pack.Config(tile_rows=16 if dtype == jnp.float32 else 32, ahead=1)
+    config = pack.Config(tile_rows=16 if dtype == jnp.float32 else 32)
     grid = config.grid(int(np.prod(lead)), rows, columns)
     structs = [
       *pack.pair_structs(shape, jnp.dtype(out)),
@@ -81,9 +80,7 @@ class InterpretedTest(parameterized.TestCase):
     self.assertEqual(bool(raised[0]), special > 0)
     if special:
       inputs = [*inputs, raised, *made]
-      made = run(
-        pack.repair_kernel, structs, inputs, shape, config=dataclasses.replace(config, ahead=0), TILES=grid[0]
-      )
+      made = run(pack.repair_kernel, structs, inputs, shape, config=config, TILES=grid[0])
     *found, codes = made
     self.assert_same_bits(codes, expected.codes)
     self.assert_operand(found[:2], expected.rows)
@@ -95,8 +92,7 @@ class InterpretedTest(parameterized.TestCase):
     out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     codes = codes_of(weights(shape, dtype, 1))
     expected = masked_pack(w, codes, dtype=out)
-    structs = pack.pair_structs(shape, jnp.dtype(out))
-    found = run(pack.masked_kernel, structs, [w, codes], shape, config=pack.Config(ahead=1))
+    found = run(pack.masked_kernel, pack.pair_structs(shape, jnp.dtype(out)), [w, codes], shape)
     self.assert_operand(found[:2], expected.rows)
     self.assert_operand(found[2:], expected.columns)
 
@@ -108,7 +104,7 @@ class InterpretedTest(parameterized.TestCase):
     expected = soft_threshold_pack(w, scale, axis=axis, dtype=out)
     found = run(
       pack.soft_threshold_kernel, pack.structs(shape, out, axis), [w, scale.reshape(-1)], shape,
-      GROUPS_DOWN=axis == -2, dense=None, config=pack.Config(ahead=2),
+      GROUPS_DOWN=axis == -2, dense=None,
     )  # fmt: skip
     self.assert_operand(found, expected.operand)
 
@@ -118,10 +114,7 @@ class InterpretedTest(parameterized.TestCase):
     out = jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
     key, origin = jax.random.key(7), (3, 5, 8)
     expected = jax.jit(functools.partial(reference.mvue_pack, origin=origin, dtype=out))(x, key)
-    found = run(
-      pack.mvue_kernel, pack.structs(shape, out, -2), [x, pack.draw_parameters(key, origin)], shape,
-      config=pack.Config(ahead=1),
-    )  # fmt: skip
+    found = run(pack.mvue_kernel, pack.structs(shape, out, -2), [x, pack.draw_parameters(key, origin)], shape)
     self.assert_operand(found, expected.operand)
 
   def assert_packed(self, found, expected):
@@ -148,8 +141,7 @@ class InterpretedTest(parameterized.TestCase):
     codes = codes_of(weights(shape, dtype, 1))
     scale = np.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = masked_pack(w, codes, scale, dtype=out)
-    structs, inputs = pack.pair_structs(shape, out), [w, codes, scale.reshape(-1)]
-    found = run(pack.masked_scaled_kernel, structs, inputs, shape, config=pack.Config(ahead=1))
+    found = run(pack.masked_scaled_kernel, pack.pair_structs(shape, out), [w, codes, scale.reshape(-1)], shape)
     for values, metadata, operand in ((*found[:2], expected.rows), (*found[2:], expected.columns)):
       triton_interpreter.assert_equal_float8(values, operand.values)
       self.assert_same_bits(metadata, operand.metadata)
@@ -166,7 +158,7 @@ class InterpretedTest(parameterized.TestCase):
     expected = functools.partial(reference.mvue_pack, origin=origin, dtype=out)
     inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
     found = run(
-      pack.mvue_scaled_kernel, pack.structs(shape, out, -2), inputs, shape, config=pack.Config(tile_columns=32, ahead=1)
+      pack.mvue_scaled_kernel, pack.structs(shape, out, -2), inputs, shape, config=pack.Config(tile_columns=32)
     )
     self.assert_packed(found, jax.jit(expected)(x, key, scale))
 

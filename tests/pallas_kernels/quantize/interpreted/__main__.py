@@ -28,7 +28,7 @@ class InterpretedTest(parameterized.TestCase):
     batches, rows, columns = int(np.prod(shape[:-2])), *shape[-2:]
     # A third of the entries saturates in the first matrix.
     scale = np.linspace(float(jnp.finfo(dtype).max), 1.0, batches, dtype=np.float32).reshape(shape[:-2])
-    config = launch.Config(ahead=1)
+    config = launch.Config()
     found = triton_interpreter.run(
       quantize_kernel, config.grid(batches, rows, columns), [x, scale.reshape(-1)],
       [(shape, dtype), ((*shape[:-2], columns, rows), dtype)],
