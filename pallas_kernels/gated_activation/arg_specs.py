@@ -21,7 +21,7 @@ ENTRIES = TOKENS * HIDDEN
 
 def cases() -> list[Case]:
   """All rows; the lists of settings start with the default. Largest magnitudes, which make scales, are XLA's passes."""
-  halves, whole = tiles('16x16x8', '16x16x4', '16x32x16'), tiles('16x16x4', '16x16x8', '16x32x8')
+  halves, whole = tiles('16x16x4', '16x16x8', '16x32x16'), tiles('16x16x4', '16x16x8', '16x32x8')
 
   def backward(gate: bool) -> Callable[[jax.Array], tuple[Any, ...]]:
     def make(key: jax.Array) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def cases() -> list[Case]:
     ))  # fmt: skip
   for name, gate, configs in (
     ('gelu', False, tiles('16x32x8', '16x16x4', '16x16x2', '16x16x8', '32x16x4', '32x16x8', '16x32x4', '64x16x8')),
-    ('silu', True, tiles('16x32x16', '16x16x8', '16x16x4', '32x16x16', '32x16x8', '16x32x8')),
+    ('silu', True, tiles('16x16x4', '16x16x8', '16x32x16', '32x16x16', '32x16x8', '16x32x8')),
   ):  # fmt: skip
     tokens, features = (16384, 16384) if not gate else (16384, 8192)
     options = dict(activation=name, gated=gate)

@@ -197,9 +197,7 @@ def activation_backward_pack(
     )
   tokens, features = z.shape
   if config is None:
-    # Two halves at once need twice the registers a block: one block a thread.
-    warps = 8 if gated else 4
-    config = launch.Config(num_warps=warps) if scale is None else launch.Config(tile_columns=32, num_warps=2 * warps)
+    config = launch.Config() if scale is None or gated else launch.Config(tile_columns=32, num_warps=8)
   config = _within_a_half(config, columns) if gated else config
   kernel, scales = (backward_kernel, []) if scale is None else (backward_scaled_kernel, [scale.reshape(1)])
   dz, values, metadata = _triton.call(

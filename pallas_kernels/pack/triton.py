@@ -52,7 +52,7 @@ def masked_pack(
   w: Array, codes: Array, scale: Array | None = None, *, dtype: jnp.dtype, config: Config | None = None
 ) -> PackedPair:
   """See `api.masked_pack`."""
-  config = config or Config()
+  config = config or Config(num_warps=4 if scale is None else 2)
   batches, rows, columns = _shape(w, dtype)
   kernel, scales = (masked_kernel, ()) if scale is None else (masked_scaled_kernel, (scale.reshape(-1),))
   operands = _triton.call(
@@ -68,7 +68,8 @@ def soft_threshold_pack(
 ) -> Packed:
   """See `api.soft_threshold_pack`."""
   float8 = is_float8(dtype)
-  config = config or Config(num_warps=2 if axis == -2 and not float8 else 4)
+  wide = float8 and w.dtype == jnp.float32
+  config = config or Config(num_warps=2 if axis == -2 and not wide else 4)
   absent = {} if float8 else {'dense': None}
   return _packed(soft_threshold_kernel, w, [scale.reshape(-1)], axis, dtype, config, GROUPS_DOWN=axis == -2, **absent)
 

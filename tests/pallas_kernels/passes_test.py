@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _compat, _device, _passes, costs
+from pallas_kernels import _compat, _device, _passes, _triton, costs
 from pallas_kernels.ops import OPS
 from tests import targets
 from tests.pallas_kernels import triton_interpreter
@@ -92,6 +92,20 @@ class OpsTest(parameterized.TestCase):
         results = results.rows, results.columns
       moved = [a for a in jax.tree.leaves((arrays, results)) if a.size > 1]  # no keys, no scales
       self.assertEqual(case.move.size, sum(a.size * a.dtype.itemsize for a in moved), case.move.op)
+
+  @parameterized.parameters('pack', 'gated_activation', 'quantize')
+  def test_the_first_settings_of_a_row_are_those_that_the_library_runs(self, name):
+    call = _triton.call
+    for case in importlib.import_module(f'pallas_kernels.{OPS[name].folder}.arg_specs').cases():
+      if case.triton is None:
+        continue
+      arrays, launches = jax.eval_shape(case.inputs, jax.random.key(0)), []
+      for config in (None, case.configs[0]):
+        with mock.patch.object(_triton, 'call', side_effect=call) as made:
+          jax.eval_shape(functools.partial(case.triton, config=config), *arrays)
+        launches.append([dict(c.kwargs, out_shape=None) for c in made.call_args_list])
+      self.assertNotEmpty(launches[0])
+      self.assertEqual(launches[0], launches[1], (case.move.op, case.dtype))
 
 
 if __name__ == '__main__':

@@ -24,18 +24,18 @@ class TritonTest(parameterized.TestCase):
     constants = dict(ACTIVATION=activation, GATED=gate)
     made = compiling.compile_for(
       gated.backward_kernel, BACKWARD, constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16),
-      compute_capability=capability, num_warps=8 if gate else 4,
+      compute_capability=capability, num_warps=4,
     )  # fmt: skip
     self.assertEqual(made.stack_bytes, 0)
 
-  @parameterized.parameters(('silu', True, 16), ('gelu', False, 8))
+  @parameterized.parameters(('silu', True, 16, 4), ('gelu', False, 32, 8))
   @pytest.mark.slow
-  def test_float8_backward_compiles_without_spills(self, activation, gate, warps):
+  def test_float8_backward_compiles_without_spills(self, activation, gate, tile_columns, warps):
     from pallas_kernels.gated_activation import triton as gated
 
     made = compiling.compile_for(
       gated.backward_scaled_kernel, [BF16, BF16, U32, jnp.float32, E5M2, E5M2, U32],
-      dict(ACTIVATION=activation, GATED=gate, ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=32),
+      dict(ACTIVATION=activation, GATED=gate, ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=tile_columns),
       compute_capability=90, num_warps=warps,
     )  # fmt: skip
     self.assertEqual(made.stack_bytes, 0)

@@ -17,13 +17,14 @@ KERNELS = (
   ('transposable_kernel', [BF16, *PAIR, U16, I32], {}, 2),
   ('repair_kernel', [BF16, I32, *PAIR, U16, *PAIR, U16], dict(TILES=4096), 4),
   ('masked_kernel', [BF16, U16, *PAIR], {}, 4),
-  ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 4),
+  ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 2),
   ('mvue_kernel', [BF16, U32, BF16, U32], {}, 2),
 )
 # For compute capability 9.0: the sparse float8 matmul is Hopper's.
 FLOAT8_KERNELS = (
-  ('soft_threshold_kernel', [BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 4),
-  ('masked_scaled_kernel', [BF16, U16, F32, E4M3, U32, E4M3, U32], {}, 4),
+  ('soft_threshold_kernel', [BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 2),
+  ('masked_scaled_kernel', [BF16, U16, F32, E4M3, U32, E4M3, U32], {}, 2),
+  ('masked_scaled_kernel', [F32, U16, F32, E4M3, U32, E4M3, U32], {}, 2),
   ('mvue_scaled_kernel', [BF16, U32, F32, E5M2, U32, E5M2], {}, 2),
 )
 
