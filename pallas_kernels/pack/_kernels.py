@@ -14,6 +14,7 @@ from pallas_kernels.triton_blocks import blocks, positions, ptx, sample, transpo
 def transposable_kernel(
   w, row_values, row_metadata, column_values, column_metadata, codes, special,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  AHEAD: tl.constexpr,
 ):  # fmt: skip
   """Best transposable pattern of each block, both operands under it, and its code.
 
@@ -24,7 +25,10 @@ def transposable_kernel(
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   source: tl.constexpr = w.dtype.element_ty
   batch = tl.program_id(1)
-  words = blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  weight = w + batch.to(tl.int64) * ROWS * COLUMNS
+  if AHEAD:
+    blocks.fetch_ahead(weight, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, AHEAD)
+  words = blocks.load_blocks(weight, place, COLUMNS)
   if source == tl.float32:
     tl.debug_barrier()  # keeps the compiler from loading half of them when the first half has come, and registers
   x = blocks.entries(words)

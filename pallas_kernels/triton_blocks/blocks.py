@@ -14,7 +14,7 @@ Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operan
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_blocks.ptx import prmt, round_pair, round_quad
+from pallas_kernels.triton_blocks.ptx import prefetch, prmt, round_pair, round_quad
 
 
 @triton.jit
@@ -125,6 +125,26 @@ def load_blocks(pointer, place, columns: tl.constexpr):
     load_row(pointer, 4 * place[0] + 2, place[1], columns, place[2]),
     load_row(pointer, 4 * place[0] + 3, place[1], columns, place[2]),
   )
+
+
+@triton.jit
+def fetch_ahead(
+  pointer, rows: tl.constexpr, columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+  ahead: tl.constexpr,
+):  # fmt: skip
+  """Has the GPU bring a tile into its L2 cache, where the program finds it that comes so many after this one.
+
+  Few warps are at work at once, since each holds its blocks in registers, and those that wait for memory compute
+  nothing.
+  """
+  size: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+  lines: tl.constexpr = 4 * tile_columns * size // 128
+  place = tile_at(tl.program_id(0) + ahead, rows, columns, tile_rows, tile_columns)
+  line = tl.arange(0, 4 * tile_rows * lines)
+  row = 4 * place[3] + line // lines
+  column = 4 * place[4] + (line % lines) * (128 // size)
+  there = (row < rows) & (column < columns)
+  prefetch((pointer + (row.to(tl.int64) * columns + column)).to(tl.int64), there.to(tl.uint32))
 
 
 @triton.jit

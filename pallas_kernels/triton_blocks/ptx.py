@@ -16,6 +16,15 @@ def prmt(a, b, selector):
 
 
 @triton.jit
+def prefetch(address, there):
+  """Has the GPU bring the line of an address into its L2 cache where `there`, a uint32, is not zero."""
+  tl.inline_asm_elementwise(
+    '{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }', '=r,l,r', [address, there],
+    dtype=tl.uint32, is_pure=False, pack=1,
+  )  # fmt: skip
+
+
+@triton.jit
 def as_float(bits):
   """float32 from its bits, hidden from LLVM: it makes logic of a magnitude, which is part of an addition for free."""
   return tl.inline_asm_elementwise('mov.b32 $0, $1;', '=f,r', [bits], dtype=tl.float32, is_pure=True, pack=1)

@@ -150,17 +150,24 @@ _FLOAT = {
 }  # fmt: skip
 
 
+# Addresses of the lines that programs asked to have brought into the L2 cache.
+fetched: list[int] = []
+
+
 def inline_instructions() -> None:
   """Gives the interpreter the pieces of inline PTX that the kernels use.
 
-  Byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32
-  to two of 16 bits, and two or four to float8.
+  Fetches into a cache, byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two,
+  reciprocals, two float32 to two of 16 bits, and two or four to float8.
   """
   import triton.language as tl
   from triton.runtime import interpreter
 
   def inline(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
     data = [v.data for v in values]
+    if 'prefetch.global.L2' in asm:
+      fetched.extend(data[0][data[1] != 0].tolist())
+      return _Results(interpreter.TensorHandle(np.zeros(data[0].shape, np.uint32), tl.uint32))
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
     if asm == 'mov.b32 $0, $1;':

@@ -14,7 +14,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 PAIR = [BF16, U32, BF16, U32]
 # (a kernel, dtypes of its arrays, its constants, warps).
 KERNELS = (
-  ('transposable_kernel', [BF16, *PAIR, U16, I32], {}, 2),
+  ('transposable_kernel', [BF16, *PAIR, U16, I32], dict(AHEAD=512), 2),
   ('repair_kernel', [BF16, I32, *PAIR, U16, *PAIR, U16], dict(TILES=4096), 4),
   ('masked_kernel', [BF16, U16, *PAIR], {}, 4),
   ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 2),
@@ -46,6 +46,7 @@ class TritonTest(parameterized.TestCase):
     )
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+    self.assertEqual(made.count('CCTL.E.PF2') > 0, 'AHEAD' in constants)
 
   def test_matrices_beyond_the_offsets_are_refused(self):
     from pallas_kernels.pack import triton as pack

@@ -75,8 +75,9 @@ class InterpretedTest(parameterized.TestCase):
     inputs = [w]
     flag = jax.ShapeDtypeStruct((1,), jnp.int32)
     *made, raised = run(
-      pack.transposable_kernel, [*structs, flag], inputs, shape, zero_last=True, config=config
-    )
+      pack.transposable_kernel, [*structs, flag], inputs, shape, zero_last=True, config=config,
+      AHEAD=0 if dtype == jnp.float32 else 1,
+    )  # fmt: skip
     self.assertEqual(bool(raised[0]), special > 0)
     if special:
       inputs = [*inputs, raised, *made]
@@ -85,6 +86,18 @@ class InterpretedTest(parameterized.TestCase):
     self.assert_same_bits(codes, expected.codes)
     self.assert_operand(found[:2], expected.rows)
     self.assert_operand(found[2:], expected.columns)
+
+  def test_a_search_fetches_the_tiles_of_later_programs(self):
+    shape = rows, columns = 192, 128
+    structs = [
+      *pack.pair_structs(shape, jnp.dtype(jnp.bfloat16)), jax.ShapeDtypeStruct((rows // 4, columns // 4), jnp.uint16),
+      jax.ShapeDtypeStruct((1,), jnp.int32),
+    ]  # fmt: skip
+    triton_interpreter.fetched.clear()
+    run(pack.transposable_kernel, structs, [weights(shape, jnp.bfloat16)], shape, zero_last=True, AHEAD=2)
+    # Two lines of 128 bytes a row, and two tiles side by side: all lines but those of the first two tiles.
+    start = min(triton_interpreter.fetched)
+    self.assertCountEqual(triton_interpreter.fetched, range(start, start + (rows - 64) * 256, 128))
 
   @parameterized.parameters(*CASES)
   def test_masked(self, shape, dtype):
