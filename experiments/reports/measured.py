@@ -248,22 +248,24 @@ def race_by_the_minute(name: str, ours: str, rival: str, every: int) -> str:
 
   A training loss is the mean of what was logged since the evaluation before.
   """
-  runs = {r['contender']: r for r in provenance.read(name) if r['bench'] == 'race'}
-  cells, lowest = [], ['lowest of all']
-  for r in (runs[ours], runs[rival]):
-    steps, seconds, losses = np.array(r['validation']).T
+  (mine,), (others,) = (
+    [r for r in provenance.read(name) if r['bench'] == 'race' and r['contender'] == who] for who in (ours, rival)
+  )
+  cells, head, lowest, losses = [], ['seconds'], ['lowest of all'], []
+  for r in (mine, others):
+    steps, seconds, found = np.array(r['validation']).T
     logged, train = np.array(r['train'])[:, :2].T
     before = np.concatenate([[0], steps[:-1]])
     means = [train[(a < logged) & (logged <= b)].mean() for a, b in zip(before, steps, strict=True)]
     read = steps * r['batch'] * r['length'] / 1e6
-    cells.append([(f'{a:.0f}', f'{b:.3f}', f'{c:.4f}') for a, b, c in zip(read, means, losses, strict=True)])
-    least = losses.argmin()
-    lowest += [f'{read[least]:.0f}', f'{means[least]:.3f}', f'{losses[least]:.4f} after {seconds[least]:.0f} s']
-  (_, seconds, mine), (*_, others) = (np.array(runs[who]['validation']).T for who in (ours, rival))
+    cells.append([(f'{a:.0f}', f'{b:.3f}', f'{c:.4f}') for a, b, c in zip(read, means, found, strict=True)])
+    head += [f'{r["title"]}: million bytes read', 'training loss', 'validation loss']
+    least = found.argmin()
+    lowest += [f'{read[least]:.0f}', f'{means[least]:.3f}', f'{found[least]:.4f} after {seconds[least]:.0f} s']
+    losses.append(found)
   rows = [
-    [f'{seconds[i]:.0f}', *cells[0][i], *cells[1][i], f'{mine[i] - others[i]:+.4f}']
-    for i in range(every - 1, len(seconds), every)
+    [f'{mine["validation"][i][1]:.0f}', *cells[0][i], *cells[1][i], f'{losses[0][i] - losses[1][i]:+.4f}']
+    for i in range(every - 1, len(mine['validation']), every)
   ]
-  columns = [f'{runs[who]["title"]}: million bytes read | training loss | validation loss' for who in (ours, rival)]
-  head = ('seconds', *' | '.join(columns).split(' | '), 'the first minus the second')
-  return table(head, [*rows, [*lowest, f'{mine.min() - others.min():+.4f}']])
+  lowest.append(f'{losses[0].min() - losses[1].min():+.4f}')
+  return table([*head, 'the first minus the second'], [*rows, lowest])

@@ -25,8 +25,9 @@ Array = jax.Array
 
 # Programs of the repair kernel, which as a rule have nothing to do: two a multiprocessor of the largest GPUs.
 REPAIRERS = 288
-# A search of 16-bit weights has the tile fetched of the program that comes so many later: an H200 is 7% faster by it.
-# Other kernels here are as fast without, or slower, as is this one with more (LOG.md, 36).
+# A search of 16-bit weights has the tile fetched of the program that comes so many later: an H200 is 7% faster by it,
+# half as much with twice the distance. Other kernels here gain less than 5%, or lose (LOG.md, 36); other GPUs were not
+# timed.
 _AHEAD = 512
 
 

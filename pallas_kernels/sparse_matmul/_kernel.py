@@ -34,7 +34,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   """The kernel for one problem.
 
   Args:
-    p: the problem; row lengths in bytes must be multiples of 16 (`sparse_matmul` pads).
+    p: the problem; row lengths in bytes must be multiples of 16, along K of 32 (`sparse_matmul` pads).
     c: settings.
     num_sms: of the GPU; clusters are launched once and must all be resident.
     interpret: run on the CPU with race detection.

@@ -157,9 +157,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
     return [*ranked[: count - 2], *(c for c in shallow if fits(p, c))]
   found = ranked[: count // 2]
   change = dataclasses.replace
-  for c in ranked[:2]:
-    if ends_half_way(p):
-      found += [change(c, half_steps=True), change(c, half_steps=True, slots=2)]
+  for c in (change(c, half_steps=ends_half_way(p)) for c in ranked[:2]):
     found += [change(c, slots=2), change(c, slots=2, band=16)]
     if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
       found += [change(c, ctas=max(fewer, min(128, num_sms)))]

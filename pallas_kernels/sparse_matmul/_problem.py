@@ -181,13 +181,16 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def ends_half_way(p: Problem) -> bool:
-  """Whether the last step along K of 8-bit operands is at most half a one."""
-  return p.a_dtype.itemsize == 1 and 0 < p.k % 128 <= 64
+  """Whether the last step along K of 8-bit operands is half a one; in less than two steps Mosaic drops a dimension."""
+  return p.a_dtype.itemsize == 1 and p.k % 128 == 64 and p.k > 256
 
 
 def box_bytes(step: int, row: int) -> int:
   """Bytes along K that TMA copies and swizzles together: those of a step, as far as whole boxes make a row."""
-  return next(size for size in (128, 64, 32) if size <= step and row % size == 0)
+  for size in (128, 64, 32):
+    if size <= step and row % size == 0:
+      return size
+  raise ValueError(f'sparse_matmul: rows of {row} bytes along K must be a multiple of 32')
 
 
 def copies_a(p: Problem, c: Config) -> bool:

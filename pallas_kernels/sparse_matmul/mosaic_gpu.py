@@ -138,11 +138,10 @@ def _padded(p: Problem, c: Config) -> Problem:
     n = _boxes(n, along_out, 2)
   if p.b_layout == 'kn':
     n = _boxes(n, along_b, 2)
-  if c.half_steps and ends_half_way(p):
-    k = max(_boxes(p.k, 64), 256)
-  else:
+  k = p.k
+  if not (c.half_steps and ends_half_way(p)):
     # A step of 128 16-bit entries reads boxes of 64 kept values, which make 128 of K.
-    k = _boxes(_boxes(p.k, 128 // p.a_dtype.itemsize, 2), c.bk)
+    k = _boxes(_boxes(k, 128 // p.a_dtype.itemsize, 2), c.bk)
   return dataclasses.replace(p, m=m, n=n, k=k)
 
 

@@ -58,14 +58,16 @@ class MeasuredTest(absltest.TestCase):
     run = {'bench': 'race', 'batch': 1000, 'length': 1000}
     ours = run | {'contender': 'a', 'title': 'A', 'validation': [[10, 30.0, 2.0], [20, 60.0, 1.0], [30, 90.0, 1.5]],
                   'train': [[5, 9.0, 0], [10, 7.0, 0], [20, 3.0, 0], [30, 1.0, 0]]}  # fmt: skip
-    rival = run | {'contender': 'b', 'title': 'B', 'validation': [[11, 30.0, 1.5], [22, 60.0, 1.25], [33, 90.0, 1.0]],
+    rival = run | {'contender': 'b', 'title': 'B', 'validation': [[11, 30.0, 1.5], [22, 60.0, 1.25], [33, 90.0, 1.75]],
                    'train': [[11, 3.0, 0], [22, 2.0, 0], [33, 1.0, 0]]}  # fmt: skip
     head, _, *rows = made(measured.race_by_the_minute, [{'bench': 'race_clock'}, rival, ours], 'x', 'a', 'b', 2)
     self.assertEqual(head[1], 'A: million bytes read')
-    last = ['lowest of all', '20', '3.000', '1.0000 after 60 s', '33', '1.000', '1.0000 after 90 s', '+0.0000']
+    last = ['lowest of all', '20', '3.000', '1.0000 after 60 s', '22', '2.000', '1.2500 after 60 s', '-0.2500']
     self.assertEqual(rows, [['60', '20', '3.000', '1.0000', '22', '2.000', '1.2500', '-0.2500'], last])
     *_, first, _, _, _ = made(measured.race_by_the_minute, [rival, ours], 'x', 'a', 'b', 1)
     self.assertEqual(first[:4], ['30', '10', '8.000', '2.0000'])
+    with self.assertRaisesRegex(ValueError, 'too many values'):  # of one run each
+      made(measured.race_by_the_minute, [rival, ours, ours], 'x', 'a', 'b', 1)
 
 
 if __name__ == '__main__':

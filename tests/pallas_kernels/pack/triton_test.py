@@ -1,6 +1,7 @@
 """The Triton packers without a GPU: numerics in the interpreter, machine code for three architectures."""
 
 import unittest
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -47,6 +48,19 @@ class TritonTest(parameterized.TestCase):
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
     self.assertEqual(made.count('CCTL.E.PF2') > 0, 'AHEAD' in constants)
+
+  def test_searches_of_16_bits_alone_fetch_ahead(self):
+    from pallas_kernels.pack import triton as pack
+
+    def call(kernel, *args, out_shape, **constants):
+      asked.append(constants.get('AHEAD'))
+      return [jnp.zeros(out.shape, out.dtype) for out in out_shape]
+
+    asked = []
+    with mock.patch.object(pack._triton, 'call', call):
+      for dtype in (BF16, jnp.float16, F32):
+        jax.eval_shape(lambda w: pack.transposable_pack(w, dtype=BF16), jax.ShapeDtypeStruct((64, 64), dtype))
+    self.assertEqual(asked, [512, None, 512, None, 0, None])
 
   def test_matrices_beyond_the_offsets_are_refused(self):
     from pallas_kernels.pack import triton as pack

@@ -47,6 +47,20 @@ class GpuTest(parameterized.TestCase):
   def test_k_tail(self, k):
     self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])
 
+  @parameterized.product(
+    k=(320, 448, 1600, 4800), b_dtype=('float8_e4m3fn', 'float8_e5m2'),
+    change=(
+      {}, dict(delay=0), dict(along='n'), dict(slots=2, split=4), dict(rows=64, bn=256),
+      dict(rows=64, bn=16, stages=6, cluster=1, epilogue_n=16, halves='k'),
+    ),
+  )  # fmt: skip
+  def test_the_last_step_of_8_bits_is_half_a_one(self, k, b_dtype, change):
+    case = verify.random_problem(np.random.default_rng(k)) | dict(
+      k=k, a_dtype='float8_e4m3fn', b_dtype=b_dtype, b_layout='nk', out_layout='nm', out_dtype='bfloat16',
+      config=dataclasses.asdict(mosaic_gpu.Config(**dict(bk=128, half_steps=True) | change)),
+    )
+    self.assertIsNone(verify.check(case)[1])
+
   def test_changing_inputs_between_launches(self):
     """A missing fence would let one launch read what another left in shared memory."""
     spec = arg_specs.Spec(1024, 2048, 1024)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _compat, _device, _tuning, formats, operand
+from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.sparse_matmul import mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
@@ -71,7 +72,8 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
 
   @parameterized.parameters(
-    (64, 320, {}), (300, 448, dict(cluster=2, stages=3, split=2, ctas=4)), (64, 192, dict(delay=0))
+    (64, 320, {}), (300, 448, dict(cluster=2, stages=3, split=2, ctas=4)), (64, 320, dict(delay=0)),
+    (64, 448, dict(stages=4, halves='k')), (64, 320, dict(cluster=2, along='n')),
   )
   def test_the_last_step_of_8_bits_is_half_a_one(self, m, k, change):
     a, b = _inputs(m, 72, k, _E4M3, _E4M3, 'nk')
@@ -241,7 +243,7 @@ class ConfigTest(parameterized.TestCase):
 
 
   @parameterized.parameters(
-    (1600, 1664, 1600), (1700, 1792, 1728), (1728, 1792, 1728), (1760, 1792, 1792), (128, 256, 256)
+    (1600, 1664, 1600), (1700, 1792, 1792), (1728, 1792, 1728), (1760, 1792, 1792), (128, 256, 256), (192, 256, 256)
   )
   def test_half_a_step_of_8_bits_is_padded_to_a_whole_one_unless_the_setting_takes_it(self, k, padded, half):
     p = mosaic_gpu.Problem(1600, 512, k, _E4M3, _E4M3, _BF16)
@@ -249,9 +251,15 @@ class ConfigTest(parameterized.TestCase):
       self.assertEqual(mosaic_gpu._padded(p, mosaic_gpu.Config(bk=128, half_steps=half_steps)).k, expected)
 
   def test_settings_of_half_steps_are_timed_where_there_are_any(self):
-    for k, dtype, expected in ((1600, _E4M3, True), (1664, _E4M3, False), (1600, _BF16, False)):
+    for k, dtype, expected in ((1600, _E4M3, {(2, 8), (2, 16)}), (1664, _E4M3, set()), (1600, _BF16, set())):
       found = mosaic_gpu.settings(mosaic_gpu.Problem(6400, 24576, k, dtype, dtype, _BF16, out_layout='nm'), 132)
-      self.assertEqual(any(c.half_steps for c in found), expected)
+      self.assertContainsSubset(expected, {(c.slots, c.band) for c in found if c.half_steps})
+      self.assertEqual(any(c.half_steps for c in found), bool(expected))
+
+  @parameterized.parameters(((1,), (256, 32)), ((1,), (512, 64)), ((2,), (1024, 64)), ((4,), (1024, 32)))
+  def test_an_instruction_reads_on_within_a_tile_and_goes_on_in_the_next(self, tiling, strides):
+    found = [wgmma_sp.offset_of(i, tiling, strides) for i in range(2 * tiling[0] + 1)]
+    self.assertEqual(found, [i // tiling[0] * strides[0] + i % tiling[0] * strides[1] for i in range(len(found))])
 
 
 class RefusalTest(parameterized.TestCase):

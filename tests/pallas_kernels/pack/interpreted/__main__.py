@@ -88,16 +88,22 @@ class InterpretedTest(parameterized.TestCase):
     self.assert_operand(found[2:], expected.columns)
 
   def test_a_search_fetches_the_tiles_of_later_programs(self):
-    shape = rows, columns = 192, 128
+    # Two tiles of 64 x 128 side by side; of the second a row has one line of 128 bytes, of the first two.
+    batches, rows, columns = shape = (2, 192, 160)
     structs = [
-      *pack.pair_structs(shape, jnp.dtype(jnp.bfloat16)), jax.ShapeDtypeStruct((rows // 4, columns // 4), jnp.uint16),
-      jax.ShapeDtypeStruct((1,), jnp.int32),
+      *pack.pair_structs(shape, jnp.dtype(jnp.bfloat16)),
+      jax.ShapeDtypeStruct((batches, rows // 4, columns // 4), jnp.uint16), jax.ShapeDtypeStruct((1,), jnp.int32),
     ]  # fmt: skip
     triton_interpreter.fetched.clear()
-    run(pack.transposable_kernel, structs, [weights(shape, jnp.bfloat16)], shape, zero_last=True, AHEAD=2)
-    # Two lines of 128 bytes a row, and two tiles side by side: all lines but those of the first two tiles.
-    start = min(triton_interpreter.fetched)
-    self.assertCountEqual(triton_interpreter.fetched, range(start, start + (rows - 64) * 256, 128))
+    w, config = weights(shape, jnp.bfloat16), pack.Config(tile_columns=32)
+    run(pack.transposable_kernel, structs, [w], shape, zero_last=True, config=config, AHEAD=3)
+    expected = [
+      (batch * rows + row) * 2 * columns + line
+      for batch in range(batches) for row in range(rows) for line in (0, 128, 256)
+      if row // 64 * 2 + line // 256 >= 3
+    ]  # fmt: skip
+    start = min(triton_interpreter.fetched) - min(expected)
+    self.assertCountEqual([address - start for address in triton_interpreter.fetched], expected)
 
   @parameterized.parameters(*CASES)
   def test_masked(self, shape, dtype):
