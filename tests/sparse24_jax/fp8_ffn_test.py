@@ -57,29 +57,35 @@ class FfnTest(parameterized.TestCase):
     (MASKED, 'squared_relu', False, 1, 1),
   )  # fmt: skip
   def test_matmuls_that_note_what_is_largest(self, policy, activation, gated, fewer, noting):
-    """Without a gate there is no pass over h, nor over dh where the input gradient is sparse. All is as it was.
+    """Without a gate there is no pass over h, nor over dh where the input gradient is sparse.
 
     Squared ReLU has no bounded derivative: dh alone does not tell a bound of dz, and no matmul is asked for it.
     """
-    given = problem(gated=gated, biased=True, **({'init': init_masks} if policy is MASKED else {}))
+    (passes, none, _), (found_passes, asked, _) = self.without_and_with_notes(policy, activation, gated)
+    self.assertEqual((passes - found_passes, none, asked), (fewer, 0, noting))
 
-    def run(precision):
+  @parameterized.parameters(
+    (MASKED, 'gelu', False), (MASKED, 'silu', True), (MASKED, 'squared_relu', False), (KERNELS, 'gelu', False)
+  )
+  @pytest.mark.few
+  def test_notes_of_what_is_largest_leave_all_as_it_was(self, policy, activation, gated):
+    expected, found = (program() for _, _, program in self.without_and_with_notes(policy, activation, gated))
+    for one, other in zip(found, expected, strict=True):
+      np.testing.assert_array_equal(one, other)
+
+  def without_and_with_notes(self, policy, activation, gated):
+    """Passes that look for maxima, matmuls that are asked for one, and what runs the program, of either precision."""
+    given = problem(gated=gated, biased=True, **({'init': init_masks} if policy is MASKED else {}))
+    for precision in (dataclasses.replace(fp8.FP8, notes_amax=False), fp8.FP8):
       with (
         mock.patch.dict(plan.PRECISIONS, fp8=precision),
         mock.patch.object(quantize, 'amax', side_effect=quantize.amax) as amax,
         mock.patch.object(matmuls.api, 'sparse_matmul', side_effect=matmuls.api.sparse_matmul) as sparse_matmul,
         layers_alike.traced_one_by_one(),
       ):
-        found = jit(lambda *args: ffn_and_gradients.__wrapped__(policy, activation, *args))(*given, KEY)
+        traced = jit(lambda *args: ffn_and_gradients.__wrapped__(policy, activation, *args)).trace(*given, KEY)
       asked = sum(bool(call.kwargs['amax']) for call in sparse_matmul.call_args_list)
-      return amax.call_count, asked, jax.tree.leaves(found)
-
-    (passes, none, expected), (found_passes, asked, found) = (
-      run(precision) for precision in (dataclasses.replace(fp8.FP8, notes_amax=False), fp8.FP8)
-    )
-    self.assertEqual((passes - found_passes, none, asked), (fewer, 0, noting))
-    for one, other in zip(found, expected, strict=True):
-      np.testing.assert_array_equal(one, other)
+      yield amax.call_count, asked, lambda traced=traced: jax.tree.leaves(traced.lower().compile()(*given, KEY))
 
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
   @pytest.mark.slow
