@@ -15,6 +15,7 @@ from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.reports.run_folders import read_page
 
 # The steps of `tiny` in `runs/train_test.py`, which the dense program then is: compiled once for both.
+EXAMPLE = '--set recipe.name=ste --set steps=500'
 FAST = (
   '--set',
   'model.num_layers=1',
@@ -174,15 +175,22 @@ class CommandTest(parameterized.TestCase):
       cli.main(['tune-decay', '--by', 'check'])
     self.assertRegex(err.getvalue(), r"error: argument --by: invalid choice: 'check' \(choose from .*\)\n$")
 
-  def test_the_example_of_the_help_trains(self):
+  def test_the_example_of_the_help_is_taken(self):
     help_text = io.StringIO()
     with contextlib.redirect_stdout(help_text), self.assertRaises(SystemExit):
       cli.main(['train', '--help'])
-    example = '--set recipe.name=ste --set steps=500'
-    self.assertIn(example, ' '.join(help_text.getvalue().split()))
+    self.assertIn(EXAMPLE, ' '.join(help_text.getvalue().split()))
+    summary = {'validation_loss': 1.0, 'steps': 500, 'seconds': 1.0}
+    with mock.patch.object(train, 'train', return_value=summary) as trained:
+      call('train', '--config', 'nano', '--tiny', '--folder', temp_folder(self), *EXAMPLE.split())
+    config = trained.call_args.args[0]
+    self.assertEqual((config.recipe.name, config.steps), ('ste', 500))
+
+  @pytest.mark.slow
+  def test_the_example_of_the_help_trains(self):
     folder = temp_folder(self)
     # The example first, so that FAST shortens it.
-    self.assertEqual(call('train', '--config', 'nano', '--tiny', '--folder', folder, *example.split(), *FAST)[0], 0)
+    self.assertEqual(call('train', '--config', 'nano', '--tiny', '--folder', folder, *EXAMPLE.split(), *FAST)[0], 0)
     self.assertRegex(call('inspect', folder)[1], r'recipe ste\n[\s\S]*h_0/mlp/c_fc/kernel .* 0\.5000 .* yes')
 
   @parameterized.parameters(('train', True), ('main-job', True), ('compare', True), ('tune-decay', False))

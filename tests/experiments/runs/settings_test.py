@@ -8,7 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 
-from experiments.runs import environment, experiment, recipes
+from experiments.runs import environment, experiment, recipes, train
 from experiments.runs.race import contenders
 from sparse24_jax.rules import match_rules
 from tests.experiments.fakes import temp_folder
@@ -80,6 +80,7 @@ class SettingsTest(parameterized.TestCase):
     with (
       mock.patch.object(environment.subprocess, 'run') as git,
       mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
+      mock.patch.object(train.Run, '_loop', return_value={'loss': 0.0}),
     ):
       git.return_value.stdout = 'abc-dirty\n'
       run(tiny(), folder)

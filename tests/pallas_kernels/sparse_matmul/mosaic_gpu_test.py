@@ -102,9 +102,9 @@ class InterpretTest(parameterized.TestCase):
     )
     self._check(a, b, config, _linspace(-3.0, 3.0, 200), out_layout='nm')
 
-  @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
+  @parameterized.parameters((200, 136, 64, 'kn'), (256, 256, 192, 'nk'))
   def test_clusters_side_by_side(self, m, n, k, b_layout):
-    # The second size leaves the right CTA of the last cluster without columns.
+    # The first size leaves the right CTA of the last cluster without columns.
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
     config = dataclasses.replace(_SMALL, along='n', ctas=4)
     self._check(a, b, config, _linspace(-3.0, 3.0, m), b_layout=b_layout, out_layout='nm')

@@ -227,7 +227,8 @@ class SameBitsTest(parameterized.TestCase):
     self.assertTrue((mvue24(self.X, jax.random.key(1), axis=-2) != eager).any())
 
   def test_checkify_adds_no_error_of_its_own(self):
-    error, _ = checkify.checkify(lambda x: mvue.mvue24(x, KEY), errors=checkify.all_checks)(jnp.asarray(GROUPS))
+    checked = jax.jit(checkify.checkify(lambda x: mvue.mvue24(x, KEY), errors=checkify.all_checks))
+    error, _ = checked(jnp.asarray(GROUPS))
     self.assertIsNone(error.get())
 
 
