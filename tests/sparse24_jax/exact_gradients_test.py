@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.rules import keep_dense, match_rules
@@ -91,6 +92,7 @@ class WhichTest(parameterized.TestCase):
 class GradientTest(parameterized.TestCase):
 
   @parameterized.parameters('S_STE', 'FST')
+  @pytest.mark.few
   def test_one_is_exact_and_the_other_as_before(self, name):
     recipe = {'S_STE': S_STE, 'FST': FST}[name]
     bound = s24.bind(recipe, loss_of, PARAMS, X)

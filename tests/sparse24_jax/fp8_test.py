@@ -98,6 +98,7 @@ class DotTest(parameterized.TestCase):
     assert_close(found, dot_and_gradients(simulated, x, w, self.state, dz, None), NOISE)
 
   @parameterized.parameters('mvue', 'dense')
+  @pytest.mark.few
   def test_output_gradients_in_e4m3(self, sampled):
     key = KEY if sampled == 'mvue' else None
     kernels, simulated, of_5_2 = (
@@ -152,6 +153,7 @@ class DotTest(parameterized.TestCase):
     plain = jit(jax.value_and_grad(loss))(params, self.x)
     self.assertGreater(float(jnp.abs(found[1]['mix'] - plain[1]['mix']).max()), 0)
 
+  @pytest.mark.slow
   def test_a_block_with_exact_weight_gradients_is_its_layers(self):
     x, weights, biases, states, dy = problem(gated=False, biased=True)
     kernels, simulated = (dataclasses.replace(p, weight_grad='dense') for p in (KERNELS, SIMULATED))

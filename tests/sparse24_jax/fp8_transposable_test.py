@@ -68,6 +68,7 @@ class DotTest(parameterized.TestCase):
     found, expected = (dot_and_gradients(policy, *self.given, KEY) for policy in (MASKED, SIMULATED))
     assert_close(found, expected, NOISE)
 
+  @pytest.mark.slow
   def test_packed_here_or_there(self):
     x, w, mask, dz = self.given
     packed = pack_weight(w, mask)
@@ -120,6 +121,7 @@ class DotTest(parameterized.TestCase):
 class FfnTest(parameterized.TestCase):
 
   @parameterized.parameters(('silu', True), ('gelu', False))
+  @pytest.mark.few
   def test_formulas(self, activation, gated):
     x, weights, biases, masks, dy = problem(gated=gated, biased=True, init=init_masks)
     if gated:
@@ -128,6 +130,7 @@ class FfnTest(parameterized.TestCase):
     found = ffn_and_gradients(MASKED, activation, *given, KEY)
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
 
+  @pytest.mark.slow
   def test_is_the_simulation_up_to_rounding(self):
     given = problem(gated=True, biased=True, init=init_masks)
     found, expected = (ffn_and_gradients(policy, 'silu', *given, KEY) for policy in (MASKED, SIMULATED))

@@ -243,6 +243,7 @@ class BlockTest(parameterized.TestCase):
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
 
   @parameterized.parameters((FST, False), (FP8, True))
+  @pytest.mark.few
   def test_a_bias_that_is_whole_beside_weights_that_are_not(self, policy, gated):
     weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
     weights |= {'gate': normal(3, D, HIDDEN)} if gated else {}

@@ -258,6 +258,7 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertEmpty(re.findall(r'= f8\w+\[[\d,]*\]\S* (?:transpose|copy|fusion)\(', hlo))
 
   @parameterized.parameters(('e4m3', False, 5, 0), (False, True, 4, 1), (True, True, 4, 1))
+  @pytest.mark.slow
   def test_a_block_with_gradients_in_e4m3_and_one_whose_last_gradient_is_exact(self, fp8, exact, sparse, dense):
     """The block stays fused: one pass makes dz and its sample, and the matmul of the exact gradient alone is dense."""
     recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=fp8)

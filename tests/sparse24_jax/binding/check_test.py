@@ -11,6 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.__main__ import main
@@ -135,6 +136,7 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), 'PROBLEM  b: .* has 2 tokens.*\nPROBLEM  c: .* has 2 tokens')
 
   @parameterized.parameters(False, True)
+  @pytest.mark.few
   def test_a_down_projection_has_its_zeros_along_its_outputs(self, transposed):
     turn = jnp.transpose if transposed else lambda w: w
     params = {'up': turn(gaussian(0, (16, 64))), 'down': turn(gaussian(1, (64, 16)))}

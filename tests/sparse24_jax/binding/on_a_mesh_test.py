@@ -239,6 +239,7 @@ class OnAMeshTest(parameterized.TestCase):
       self.assertEqual(found[role].sharding, w.sharding)
 
   @parameterized.parameters('ste', 'fst')
+  @pytest.mark.few
   def test_weights_that_a_model_gathers_itself(self, name):
     """And a block with relu, whose derivative is a function of its own, traced for arrays on the mesh."""
     fst = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
