@@ -156,6 +156,7 @@ class PackTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (found, f(w, jnp.float32(2)))))
 
   @parameterized.parameters('Auto', 'Explicit')
+  @pytest.mark.few
   def test_masks_are_searched_where_weights_lie(self, kind):
     w, on = gaussian(0, (2, 8, 16)), mesh(kind)
 

@@ -165,6 +165,7 @@ class InterpretTest(parameterized.TestCase):
     self.assertIn('reduce_precision[exponent_bits={} mantissa_bits={}]'.format(*bits), made)
     self.assertNotIn('convert_element_type', made)
 
+  @pytest.mark.slow  # its rounding is held above
   def test_a_small_largest_magnitude_in_float16(self):
     half = jnp.dtype('float16')
     a, b = _inputs(128, 64, 128, half, half, 'nk')

@@ -12,6 +12,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _dispatch, _records, _tuning
 from pallas_kernels.sparse_matmul import _problem, mosaic_gpu, reference, verify
@@ -119,6 +120,7 @@ class VerifyTest(parameterized.TestCase):
 class DrawTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 1)
+  @pytest.mark.few
   def test_600_draws_hold_every_kind_of_setting_that_ships(self, seed):
     def kind(dtype, config):
       config = {'along': 'm', 'halves': 'm'} | config

@@ -192,9 +192,9 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     # The last are the columns of a consumer, in all tiles but the last and in the last.
+    ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, (256,)),
     ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, (384, 256)),
     ('v128_transposed_ragged', 128, 16, mosaic_gpu.Config(delay=1), 'nm', 4160, (192,)),
-    ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, (256,)),
     ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, (192, 64)),
   )
   def test_no_spills_and_sparse_mma(self, v, m, config, out_layout, n, widths):
