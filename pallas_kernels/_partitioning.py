@@ -14,7 +14,6 @@ of each device and what is summed:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import dataclasses
 import functools
 import math
@@ -98,17 +97,6 @@ def like(x: Array, other: Array | Division) -> Array:
   """`x` divided as `other` is, where types say how."""
   sharding = (other if isinstance(other, Division) else division(other)).sharding
   return x if sharding is None else jax.sharding.reshard(x, sharding)
-
-
-def mesh_of(*arrays: Any) -> contextlib.AbstractContextManager[Any]:
-  """Operations are traced on the mesh that the types of `arrays` name, whichever is set.
-
-  JAX traces the function of a `custom_vjp` with `optimize_remat` once more when the program around it is lowered, and
-  sets the mesh of that program, not the one of the call: inside `jax.sharding.auto_axes` that is another.
-  """
-  meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
-  there, set_ = next(filter(lambda mesh: mesh.shape, meshes), None), jax.sharding.get_abstract_mesh()
-  return contextlib.nullcontext() if there is None or not set_.shape else jax.sharding.use_abstract_mesh(there)
 
 
 def undivided(x: Any) -> str:

@@ -144,8 +144,7 @@ def _sparse24_dot(
   packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
   """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""
-  with _partitioning.mesh_of(x, w):
-    return _forward(policy, plan, asked, x, w, state, packed, keep=False)[0]
+  return _forward(policy, plan, asked, x, w, state, packed, keep=False)[0]
 
 
 def _forward(

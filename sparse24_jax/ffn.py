@@ -219,8 +219,7 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sparse24_ffn(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
-  with _partitioning.mesh_of(x, weights):
-    return _forward(static, x, biases, packed, keep=False)[0]
+  return _forward(static, x, biases, packed, keep=False)[0]
 
 
 def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool) -> tuple[Array, Any, Any, Any]:

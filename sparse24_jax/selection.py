@@ -59,7 +59,8 @@ def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Arra
     return t | (functools.reduce(jnp.add, [e.astype(jnp.uint32) for e in enough]) << shift)
 
   made = jnp.where(wanted, digits, 0).astype(jnp.int32)
-  return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
+  zero = jnp.zeros_like(count_kept(bits), jnp.uint32)  # divided as what the loop makes of it, where types say how
+  return jax.lax.fori_loop(0, made, narrow, zero)
 
 
 def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:

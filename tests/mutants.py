@@ -351,8 +351,6 @@ MUTANTS = _of(
    'binding/stacks_test.py', 'each_way'),
   ('a scan hands weights back as they came', 'binding/calls.py', 'if v.mark and v.array is s.array', 'if False',
    'integration/nnx_functions_test.py', 'projected_weights'),
-  ('an op is traced on the mesh of its arguments', 'dot.py', 'with _partitioning.mesh_of(x, w):',
-   'with _partitioning.mesh_of():', 'binding/on_a_mesh_test.py', 'say_how'),
   ('a variable with two names is one in check_step', 'integration/nnx_functions.py',
    'one.setdefault(id(original), nodes[i])', 'one.setdefault(i, nodes[i])', 'integration/check_step_models_test.py',
    'twice'),

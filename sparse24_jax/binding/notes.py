@@ -26,7 +26,7 @@ _INSTEAD = {
   'gather': ' looks rows up, or a matrix for each token (of experts: jax.lax.ragged_dot, or all by einsum)',
 }
 _BEFORE = {
-  'add': ' (a low rank beside it: x @ w + (x @ a) @ b, and not x @ (w + a @ b))',
+  'add': ' (where it adds a low rank: x @ w + (x @ a) @ b, and not x @ (w + a @ b))',
 }
 
 

@@ -99,5 +99,6 @@ def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if isinstance(node, nnx.Pytree | nnx.Variable):
       raise ValueError(
         f'{type(node).__name__} as an argument beside the model: what the function changes of it would be lost. Keep it'
-        ' in the model (nnx.Dropout(..., rngs=rngs)), or pass arrays and keys'
+        ' in the model (nnx.Dropout(..., rngs=rngs)), make it, say a cache, in a function of the model and sparsify'
+        ' that one, or pass arrays and keys'
       )

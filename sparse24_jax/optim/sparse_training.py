@@ -284,7 +284,8 @@ def _unless_other(fits: bool | Array, projections: Any, updates: Any) -> Any:
 
 
 def _no_rate(p: Projection, w: Array) -> Array:
-  return jnp.full(p.layout_of(w).matrix_shape(w.shape)[:-2], NOT_COMPARED, jnp.float32)
+  # Divided as a rate will be, where types say how stacked axes are: only the type of what is computed here counts.
+  return jnp.full_like(jnp.max(p.layout_of(w).matrix(w), axis=(-2, -1)), NOT_COMPARED, jnp.float32)
 
 
 def _start(projection: Projection, w: Array, context: Context) -> Array:

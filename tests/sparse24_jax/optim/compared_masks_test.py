@@ -71,6 +71,33 @@ class ComparedMasksTest(parameterized.TestCase):
       found = rates(lambda tree: jax.device_put(tree, NamedSharding(mesh, PartitionSpec('a', 'b'))))
     self.assertEqual(found, expected)
 
+  @parameterized.named_parameters(
+    ('held', s24.recipes.transposable_srste('.*', masked_decay=0.01, dense_fraction=0.0, refresh_every=2)),
+    ('made', s24.recipes.s_ste('.*', refresh_every=2)),
+    ('links', s24.recipes.rigl('.*', density=0.5, total_steps=9, refresh_every=2)),
+  )
+  def test_stacked_weights_are_divided_along_their_stack(self, recipe):
+    """A loop over steps carries rates as they come, by the types of a mesh of explicit axes, and so does each step."""
+    tx = s24.sparse_training(optax.sgd(0.3), recipe)
+
+    def trained(experts, gradients):
+      def step(carry, gradient):
+        updates, state = tx.update(gradient, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+      (experts, state), _ = jax.lax.scan(step, (experts, tx.init(experts)), gradients)
+      return experts, state.flip_rate.per_weight
+
+    given = {'experts': jax.random.normal(jax.random.key(0), (4, 8, 16))}
+    gradients = {'experts': jax.random.normal(jax.random.key(1), (4, 4, 8, 16))}
+    expected = jax.jit(trained)(given, gradients)
+    self.assertGreater(float(expected[1]['experts'].min()), 0)
+    mesh = Mesh(np.array(jax.devices()[:2]), ('e',), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+      divided = (jax.device_put(given, jax.P('e')), jax.device_put(gradients, jax.P(None, 'e')))
+      found = jax.jit(trained)(*divided)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
 
 if __name__ == '__main__':
   absltest.main()
