@@ -181,8 +181,8 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def ends_half_way(p: Problem) -> bool:
-  """Whether the last step along K of 8-bit operands is half a one; in less than two steps Mosaic drops a dimension."""
-  return p.a_dtype.itemsize == 1 and p.k % 128 == 64 and p.k > 256
+  """Whether the last step along K of 8-bit operands, of two or more, is half a one."""
+  return p.a_dtype.itemsize == 1 and p.k % 128 == 64 and p.k > 64
 
 
 def box_bytes(step: int, row: int) -> int:
