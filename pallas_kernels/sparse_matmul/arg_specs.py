@@ -70,6 +70,11 @@ def _fp8_layer(tokens: int, d_in: int, d_out: int) -> list[Spec]:
   return [Spec(tokens, d_in, d_out, 'forward', _FP8), Spec(tokens, d_in, d_out, 'weight_grad', _E5M2)]
 
 
+def _fp8_layer_of_fst(tokens: int, d_in: int, d_out: int) -> list[Spec]:
+  # One transposable mask serves both axes.
+  return [*_fp8_layer(tokens, d_in, d_out), Spec(tokens, d_in, d_out, 'input_grad', _FP8)]
+
+
 SQUARE = [Spec(8192, 8192, 8192, headline=True), Spec(8192, 8192, 8192, dtype=_FP8, headline=True)]
 HEADLINE = [
   spec for sizes in ((16384, 4096, 16384), (16384, 16384, 4096), (32768, 4096, 14336)) for spec in _layer(*sizes, True)
@@ -104,16 +109,29 @@ FP8 = [
   )
   for spec in _fp8_layer(*sizes)
 ]
+# Attention's projections of whole models, q, k and v as one in GPT-2; and the same in FP8.
+_PROJECTIONS = {
+  'gpt2_1558m': [(24576, 1600, 3 * 1600), (24576, 1600, 1600)],
+  'block': [(16384, 4096, 3 * 4096), (16384, 4096, 4096)],
+  'llama_3b': [(12288, 3072, 3072), (12288, 3072, 1024)],
+}
+ATTENTION = {
+  f'{model}_attention{name}': [spec for sizes in all_sizes for spec in layer(*sizes)]
+  for model, all_sizes in _PROJECTIONS.items()
+  for name, layer in (('', _layer), ('_fp8', _fp8_layer_of_fst))
+}
 # Generation: few tokens, a sequence each, by layers of width 4096, and the same in FP8.
 _DECODED = [(tokens, *layer) for layer in ((4096, 4096), (4096, 14336), (14336, 4096)) for tokens in (1, 4, 16, 64)]
 DECODE = [Spec(*sizes, 'forward') for sizes in _DECODED]
 DECODE_FP8 = [Spec(*sizes, 'forward', _FP8) for sizes in _DECODED if sizes[0] in (1, 16)]
-ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8, *DECODE, *DECODE_FP8]
+_IN_ATTENTION = [spec for specs in ATTENTION.values() for spec in specs]
+ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8, *DECODE, *DECODE_FP8, *_IN_ATTENTION]
 SELECTIONS = {
   'square': SQUARE, 'headline': HEADLINE, 'small': SMALL,
   'gpt2_124m': GPT2_124M, 'gpt2_774m': GPT2_774M, 'gpt2_1558m': GPT2_1558M,
   'llama_3b': LLAMA_3B, 'block': BLOCK, 'models': MODELS, 'fp8': FP8,
-  'decode': DECODE, 'decode_fp8': DECODE_FP8, 'all': ALL,
+  'gpt2_1558m_fp8': [spec for spec in FP8 if spec.tokens == 24576],
+  'decode': DECODE, 'decode_fp8': DECODE_FP8, **ATTENTION, 'all': ALL,
 }
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]
