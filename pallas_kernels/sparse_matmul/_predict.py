@@ -15,6 +15,8 @@ from pallas_kernels.sparse_matmul._schedule import Schedule
 H100_SMS = 132
 # Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full GPU. Ours.
 _STEP_NS = {(128, 192): 630.0, (64, 256): 442.0, (64, 192): 345.0, (64, 128): 262.0}
+# Other wide tiles, by what passes the port of shared memory: B and, of A's kept values, as much as 32 of its columns.
+_ROWS_NS = {128: 630.0 / (192 + 32), 64: 345.0 / (192 + 32)}
 # What sharing A, the smaller operand, or nothing adds: every step then brings more bytes from L2.
 _SHARING_A = {128: 1.01, 64: 1.06}
 _SHARING_NOTHING = {192: 1.3, 256: 1.3, 128: 1.0}
@@ -53,7 +55,8 @@ def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
   else:
     waves = ceil(work.tiles, work.clusters)
     fill = work.tiles / (waves * most)
-  step = _STEP_NS.get((c.rows, c.bn), 0.8 * c.rows / 64 * (64 + c.bn)) * (1 - _IDLE_GAIN * (1 - fill))
+  other = _ROWS_NS[c.rows] * (c.bn + 32) if c.bn >= 128 else 0.8 * c.rows / 64 * (64 + c.bn)
+  step = _STEP_NS.get((c.rows, c.bn), other) * (1 - _IDLE_GAIN * (1 - fill))
   if c.along == 'n' and c.cluster > 1:
     step *= _SHARING_A[c.rows]
   if c.cluster == 1:
@@ -89,8 +92,18 @@ def shapes(p: Problem) -> list[Config]:
   narrow = dataclasses.replace(wide, rows=64, bn=256, stages=4 if eight_bit else 5)
   middle, small = (dataclasses.replace(narrow, bn=bn, stages=6) for bn in (192, 128))
   found = [wide, narrow, middle, small]
-  found += [dataclasses.replace(c, along='n') for c in (wide, narrow)] + [dataclasses.replace(small, cluster=1)]
+  # Widths between, which may divide N, or fill the last wave, where these do not.
+  found += [_stored(p, dataclasses.replace(wide, bn=bn)) for bn in range(128, 192, 16)]
+  found += [_stored(p, dataclasses.replace(narrow, bn=bn)) for bn in range(144, 256, 16) if bn != 192]
+  found += [dataclasses.replace(c, along='n') for c in found if c.bn > 128 and c not in (middle, small)]
+  found += [dataclasses.replace(small, cluster=1)]
   return [c for c in found if fits(p, c)]
+
+
+def _stored(p: Problem, c: Config) -> Config:
+  """`c` storing as many columns at a time as its tile and TMA allow, up to 112."""
+  sizes = [n for n in range(112, 0, -8) if c.bn % n == 0]
+  return next((d for n in sizes if fits(p, d := dataclasses.replace(c, epilogue_n=n))), c)
 
 
 def _few_columns(p: Problem) -> list[Config]:

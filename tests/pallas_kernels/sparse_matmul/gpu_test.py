@@ -51,10 +51,17 @@ class GpuTest(parameterized.TestCase):
     k=(320, 448, 1600, 4800), b_dtype=('float8_e4m3fn', 'float8_e5m2'),
     change=(
       {}, dict(delay=0), dict(along='n'), dict(slots=2, split=4), dict(rows=64, bn=256),
-      dict(rows=64, bn=16, stages=6, cluster=1, epilogue_n=16, halves='k'),
     ),
   )  # fmt: skip
   def test_the_last_step_of_8_bits_is_half_a_one(self, k, b_dtype, change):
+    self._check_half_steps(k, b_dtype, change)
+
+  @parameterized.product(k=(448, 4800), b_dtype=('float8_e4m3fn', 'float8_e5m2'))
+  def test_the_last_step_is_half_a_one_where_consumers_share_the_steps(self, k, b_dtype):
+    change = dict(rows=64, bn=16, stages=6, cluster=1, epilogue_n=16, halves='k')
+    self._check_half_steps(k, b_dtype, change)
+
+  def _check_half_steps(self, k, b_dtype, change):
     case = verify.random_problem(np.random.default_rng(k)) | dict(
       k=k, a_dtype='float8_e4m3fn', b_dtype=b_dtype, b_layout='nk', out_layout='nm', out_dtype='bfloat16',
       config=dataclasses.asdict(mosaic_gpu.Config(**dict(bk=128, half_steps=True) | change)),
