@@ -130,6 +130,7 @@ SELECTIONS = {
   'square': SQUARE, 'headline': HEADLINE, 'small': SMALL,
   'gpt2_124m': GPT2_124M, 'gpt2_774m': GPT2_774M, 'gpt2_1558m': GPT2_1558M,
   'llama_3b': LLAMA_3B, 'block': BLOCK, 'models': MODELS, 'fp8': FP8,
+  'gpt2_124m_fp8': [spec for spec in FP8 if 768 in (spec.d_in, spec.d_out)],
   'gpt2_1558m_fp8': [spec for spec in FP8 if spec.tokens == 24576],
   'decode': DECODE, 'decode_fp8': DECODE_FP8, **ATTENTION, 'all': ALL,
 }
