@@ -57,7 +57,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   num_outs = 1 + p.keep_preactivation
 
   a_swizzle = box_bytes(c.bk // 2 * p.a_dtype.itemsize, p.k // 2 * p.a_dtype.itemsize)
-  b_swizzle = box_bytes(c.bk * p.b_dtype.itemsize, p.k * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
+  along_b = (c.bk, p.k) if p.b_layout == 'nk' else (c.bn, c.bn)  # what a tile has of a row, and what divides the row
+  b_swizzle = box_bytes(*(size * p.b_dtype.itemsize for size in along_b))
   shape = wgmma_sp.Shape(c.rows, c.bn, c.bk, p.a_dtype, p.b_dtype, p.b_layout, a_swizzle, b_swizzle, c.delay)
   ops = (wgmma_sp.standins if interpret else wgmma_sp.blocks)(shape)
   b_block = (c.bn, c.bk) if p.b_layout == 'nk' else (c.bk, c.bn)

@@ -147,7 +147,7 @@ def check_config(p: Problem, c: Config) -> None:
     (c.halves == 'm' or (c.stages % 2 == 0 and ceil(p.k, c.bk) % 2 == 0 and c.split == c.cluster == 1),
      f"halves='k' takes an even number of stages and of K steps, found {c.stages} and {ceil(p.k, c.bk)}, split=1 and"
      ' cluster=1'),
-    (p.b_layout == 'nk' or c.bn % 64 == 0, f'bn={c.bn} must be a multiple of 64 when B is [K, N]'),
+    (p.b_layout == 'nk' or c.bn % 32 == 0, f'bn={c.bn} must be a multiple of 32 when B is [K, N]'),
     (p.b_layout == 'kn' or c.along == 'n' or c.bn // 8 % c.cluster == 0 or c.cluster % (c.bn // 8) == 0,
      f'bn={c.bn} must be a multiple or a divisor of {8 * c.cluster}: each of cluster={c.cluster} CTAs copies whole'
      ' pieces of 8 columns of the B that they share'),
@@ -186,11 +186,11 @@ def ends_half_way(p: Problem) -> bool:
 
 
 def box_bytes(step: int, row: int) -> int:
-  """Bytes along K that TMA copies and swizzles together: those of a step, as far as whole boxes make a row."""
+  """Bytes of a row that TMA copies and swizzles together: those of a step, as far as whole boxes make a row."""
   for size in (128, 64, 32):
     if size <= step and row % size == 0:
       return size
-  raise ValueError(f'sparse_matmul: rows of {row} bytes along K must be a multiple of 32')
+  raise ValueError(f'sparse_matmul: rows of {row} bytes must be a multiple of 32')
 
 
 def copies_a(p: Problem, c: Config) -> bool:

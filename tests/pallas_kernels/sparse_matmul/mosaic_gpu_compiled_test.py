@@ -43,6 +43,13 @@ _PROGRAMS = {
   'side_by_side_n_major': (
     (1600, 6400, 24576), _BF16, mosaic_gpu.Config(along='n', split=4), dict(b_layout='kn', out_layout='nm'), 8
   ),
+  'half_boxes_n_major': (
+    (6400, 1600, 24576), _BF16, mosaic_gpu.Config(bn=160, epilogue_n=80), dict(b_layout='kn', out_layout='nm'), 8
+  ),
+  'half_boxes_n_major_narrow': (
+    (3072, 768, 32768), _BF16, mosaic_gpu.Config(rows=64, bn=160, epilogue_n=80),
+    dict(b_layout='kn', out_layout='nm'), 4,
+  ),
   'odd_columns': (
     (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=24, cluster=1, epilogue_n=8),
     dict(out_dtype=jnp.dtype('float32')), 8,
