@@ -9,7 +9,7 @@ import dataclasses
 
 from pallas_kernels.costs import sparse_entry
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul._problem import Config, copies_a, ends_half_way, fits, Problem, schedule
+from pallas_kernels.sparse_matmul._problem import Config, copies_a, fits, Problem, schedule
 from pallas_kernels.sparse_matmul._schedule import Schedule
 
 H100_SMS = 132
@@ -155,7 +155,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   """The settings that are worth timing, likely ones first.
 
   Half of them differ in tiles, clusters and the last wave; the others vary the two best of these in what no prediction
-  covers: half steps, CTAs that have nothing to do, output buffers, the order of tiles.
+  covers: CTAs that have nothing to do, output buffers, the order of tiles.
 
   Args:
     p: the problem.
@@ -170,7 +170,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
     return [*ranked[: count - 2], *(c for c in shallow if fits(p, c))]
   found = ranked[: count // 2]
   change = dataclasses.replace
-  for c in (change(c, half_steps=ends_half_way(p)) for c in ranked[:2]):
+  for c in ranked[:2]:
     found += [change(c, slots=2), change(c, slots=2, band=16)]
     if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
       found += [change(c, ctas=max(fewer, min(128, num_sms)))]

@@ -30,8 +30,6 @@ class Config:
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
     halves: what the two consumers of a CTA share out: 'm', the rows of its tile, or 'k', the K steps. By steps a tile
       has half the rows, so that twice as many CTAs read a small A; the two sums are added in shared memory.
-    half_steps: whether the last step along K may be half a one. 8-bit operands of such a K, say 1,600, are then copied
-      in narrower boxes; else they are padded before, each by a pass of its own.
   """
 
   rows: int = 128
@@ -47,7 +45,6 @@ class Config:
   slots: int = 1
   along: str = 'm'
   halves: str = 'm'
-  half_steps: bool = False
 
   @property
   def tile_m(self) -> int:
@@ -181,7 +178,10 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def ends_half_way(p: Problem) -> bool:
-  """Whether the last step along K of 8-bit operands, of two or more, is half a one."""
+  """Whether the last step along K of 8-bit operands, of two or more, is half a one: narrower boxes read all of it.
+
+  Padded to whole steps each operand would be copied by a pass of its own.
+  """
   return p.a_dtype.itemsize == 1 and p.k % 128 == 64 and p.k > 64
 
 

@@ -139,7 +139,7 @@ def _padded(p: Problem, c: Config) -> Problem:
   if p.b_layout == 'kn':
     n = _boxes(n, along_b, 2)
   k = p.k
-  if not (c.half_steps and ends_half_way(p)):
+  if not ends_half_way(p):
     # A step of 128 16-bit entries reads boxes of 64 kept values, which make 128 of K.
     k = _boxes(_boxes(k, 128 // p.a_dtype.itemsize, 2), c.bk)
   return dataclasses.replace(p, m=m, n=n, k=k)

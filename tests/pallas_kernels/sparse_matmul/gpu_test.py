@@ -64,7 +64,7 @@ class GpuTest(parameterized.TestCase):
   def _check_half_steps(self, k, b_dtype, change):
     case = verify.random_problem(np.random.default_rng(k)) | dict(
       k=k, a_dtype='float8_e4m3fn', b_dtype=b_dtype, b_layout='nk', out_layout='nm', out_dtype='bfloat16',
-      config=dataclasses.asdict(mosaic_gpu.Config(**dict(bk=128, half_steps=True) | change)),
+      config=dataclasses.asdict(mosaic_gpu.Config(**dict(bk=128) | change)),
     )
     self.assertIsNone(verify.check(case)[1])
 

@@ -68,7 +68,7 @@ _PROGRAMS = {
     dict(scales='scalars', out_layout='nm'), 4,
   ),
   'float8_half_steps': (
-    (6400, 24576, 1600), _E4M3, mosaic_gpu.Config(bk=128, slots=2, along='n', half_steps=True),
+    (6400, 24576, 1600), _E4M3, mosaic_gpu.Config(bk=128, slots=2, along='n'),
     dict(scales='scalars', out_layout='nm'), 12,
   ),
   'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),

@@ -75,8 +75,14 @@ class InterpretTest(parameterized.TestCase):
   )
   def test_the_last_step_of_8_bits_is_half_a_one(self, m, k, change):
     a, b = _inputs(m, 72, k, _E4M3, _E4M3, 'nk')
-    config = mosaic_gpu.Config(**dict(rows=64, bn=64, bk=128, stages=2, cluster=1, half_steps=True) | change)
+    config = mosaic_gpu.Config(**dict(rows=64, bn=64, bk=128, stages=2, cluster=1) | change)
     self._check(a, b, config, out_layout='nm')
+
+  @parameterized.parameters((32, 2, 'm', 512), (96, 2, 'n', 192), (96, 1, 'm', 200))
+  def test_tiles_of_half_a_box_of_columns(self, bn, cluster, along, n):
+    a, b = _inputs(136, n, 128, _BF16, _BF16, 'kn')
+    config = mosaic_gpu.Config(rows=64, bn=bn, stages=2, cluster=cluster, along=along, epilogue_n=bn // 2)
+    self._check(a, b, config, b_layout='kn', out_layout='nm')
 
   @parameterized.parameters((24, 8, 1, 'float32', 'mn'), (40, 8, 2, 'float32', 'mn'), (24, 24, 1, 'bfloat16', 'nm'))
   def test_tiles_of_an_odd_number_of_eight_columns(self, bn, epilogue_n, cluster, out_dtype, out_layout):
@@ -241,19 +247,10 @@ class ConfigTest(parameterized.TestCase):
     self.assertTrue(mosaic_gpu.fits(p, c))
 
 
-  @parameterized.parameters(
-    (1600, 1664, 1600), (1700, 1792, 1792), (1728, 1792, 1728), (1760, 1792, 1792), (64, 256, 256), (192, 256, 192)
-  )
-  def test_half_a_step_of_8_bits_is_padded_to_a_whole_one_unless_the_setting_takes_it(self, k, padded, half):
+  @parameterized.parameters((1600, 1600), (1700, 1792), (1728, 1728), (1760, 1792), (64, 256), (192, 192))
+  def test_k_of_8_bits_is_padded_unless_it_ends_with_half_a_step(self, k, expected):
     p = mosaic_gpu.Problem(1600, 512, k, _E4M3, _E4M3, _BF16)
-    for half_steps, expected in ((False, padded), (True, half)):
-      self.assertEqual(mosaic_gpu._padded(p, mosaic_gpu.Config(bk=128, half_steps=half_steps)).k, expected)
-
-  def test_settings_of_half_steps_are_timed_where_there_are_any(self):
-    for k, dtype, expected in ((1600, _E4M3, {(2, 8), (2, 16)}), (1664, _E4M3, set()), (1600, _BF16, set())):
-      found = mosaic_gpu.settings(mosaic_gpu.Problem(6400, 24576, k, dtype, dtype, _BF16, out_layout='nm'), 132)
-      self.assertContainsSubset(expected, {(c.slots, c.band) for c in found if c.half_steps})
-      self.assertEqual(any(c.half_steps for c in found), bool(expected))
+    self.assertEqual(mosaic_gpu._padded(p, mosaic_gpu.Config(bk=128)).k, expected)
 
   @parameterized.parameters(((1,), (256, 32)), ((1,), (512, 64)), ((2,), (1024, 64)), ((4,), (1024, 32)))
   def test_an_instruction_reads_on_within_a_tile_and_goes_on_in_the_next(self, tiling, strides):
