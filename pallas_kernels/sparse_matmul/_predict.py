@@ -94,7 +94,10 @@ def shapes(p: Problem) -> list[Config]:
   found = [wide, narrow, middle, small]
   # Widths between, which may divide N, or fill the last wave, where these do not.
   found += [_stored(p, dataclasses.replace(wide, bn=bn)) for bn in range(128, 192, 16)]
-  found += [_stored(p, dataclasses.replace(narrow, bn=bn)) for bn in range(144, 256, 16) if bn != 192]
+  found += [
+    _deepest(p, _stored(p, dataclasses.replace(narrow, bn=bn, stages=4)), 1, 6)
+    for bn in range(144, 256, 16) if bn != 192
+  ]  # fmt: skip
   found += [dataclasses.replace(c, along='n') for c in found if c.bn > 128 and c not in (middle, small)]
   found += [dataclasses.replace(small, cluster=1)]
   return [c for c in found if fits(p, c)]
@@ -124,8 +127,8 @@ def _few_columns(p: Problem) -> list[Config]:
   return list(dict.fromkeys(found))
 
 
-def _deepest(p: Problem, c: Config, by: int) -> Config:
-  while fits(p, deeper := dataclasses.replace(c, stages=c.stages + by)):
+def _deepest(p: Problem, c: Config, by: int, most: int = 64) -> Config:
+  while c.stages + by <= most and fits(p, deeper := dataclasses.replace(c, stages=c.stages + by)):
     c = deeper
   return c
 
