@@ -109,7 +109,7 @@ class RecordsTest(absltest.TestCase):
       self.assertEqual(_records.lookup('gpu', 'op', _KEY, folder=folder).key, own)
 
   def test_what_is_not_measured_on_a_gpu_is_taken_from_its_chip(self):
-    key = dict(m=768, n=32768, k=3072, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
+    key = dict(m=3072, n=2048, k=768, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
     self.assertIsNone(_records.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))
     found = _records.lookup('nvidia_h200', 'sparse_matmul', key)
     self.assertEqual(found, _records.lookup(H100, 'sparse_matmul', key))
