@@ -15,8 +15,8 @@ from pallas_kernels.sparse_matmul._schedule import Schedule
 H100_SMS = 132
 # Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full GPU. Ours.
 _STEP_NS = {(128, 192): 630.0, (64, 256): 442.0, (64, 192): 345.0, (64, 128): 262.0}
-# Widths between, by what passes the port of shared memory: B and, of A's kept values, as much as 32 of its columns. With
-# 64 rows an H200 takes an eighth longer than that.
+# Widths between, by what passes the port of shared memory: B and, of A's kept values, as much as 32 of its columns.
+# With 64 rows an H200 takes an eighth longer than that.
 _ROWS_NS = {128: 630.0 / (192 + 32), 64: 1.125 * 345.0 / (192 + 32)}
 # What sharing A, the smaller operand, or nothing adds: every step then brings more bytes from L2.
 _SHARING_A = {128: 1.01, 64: 1.06}
@@ -159,7 +159,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   """The settings that are worth timing, likely ones first.
 
   Half of them differ in tiles, clusters and the last wave; the others vary the two best of these in what no prediction
-  covers: CTAs that have nothing to do, output buffers, the order of tiles.
+  covers: CTAs that have nothing to do, output buffers, a deeper ring, the order of tiles.
 
   Args:
     p: the problem.
@@ -178,7 +178,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
     found += [change(c, slots=2), change(c, slots=2, band=16)]
     if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
       found += [change(c, ctas=max(fewer, min(128, num_sms)))]
-    found += [change(c, slots=2, band=4)]
+    found += [_deepest(p, c, 1, c.stages + 1), change(c, slots=2, band=4)]
   # A long matmul may prefer what its last wave does not let expect.
   found += ranked[count // 2 :]
   return [c for c in dict.fromkeys(found) if fits(p, c)][:count]
