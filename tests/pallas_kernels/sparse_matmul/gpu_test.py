@@ -43,6 +43,19 @@ class GpuTest(parameterized.TestCase):
     )
     self.assertIsNone(verify.check(case)[1])
 
+  @parameterized.product(
+    tile=((128, 160), (64, 96), (64, 224)), n=(96, 200, 1600), out_layout=('mn', 'nm'), along=('m', 'n'),
+    dtype=('bfloat16', 'float16'),
+  )  # fmt: skip
+  def test_tiles_of_half_a_box_of_columns(self, tile, n, out_layout, along, dtype):
+    rows, bn = tile
+    config = mosaic_gpu.Config(rows=rows, bn=bn, along=along, epilogue_n=32 if out_layout == 'mn' else bn // 2)
+    case = _in_16_bits(n) | dict(
+      n=n, a_dtype=dtype, b_dtype=dtype, out_dtype='bfloat16', b_layout='kn', out_layout=out_layout,
+      config=dataclasses.asdict(config),
+    )
+    self.assertIsNone(verify.check(case)[1])
+
   @parameterized.parameters(64, 68, 124, 128, 132, 192, 196, 260)
   def test_k_tail(self, k):
     self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])

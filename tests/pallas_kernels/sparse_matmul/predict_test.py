@@ -58,8 +58,8 @@ class PredictTest(parameterized.TestCase):
     self.assertEqual(found[0], _predict.default_config(p))
 
   @parameterized.parameters(
-    (6400, 1600, 24576, 'kn', (128, 160)), (6400, 1600, 24576, 'nk', (128, 160)), (16384, 4096, 16384, 'kn', (128, 192)),
-    (3072, 32768, 768, 'nk', (128, 176)), (3072, 32768, 768, 'kn', (128, 192)),
+    (6400, 1600, 24576, 'kn', (128, 160)), (6400, 1600, 24576, 'nk', (128, 160)),
+    (16384, 4096, 16384, 'kn', (128, 192)), (3072, 32768, 768, 'nk', (128, 176)), (3072, 32768, 768, 'kn', (128, 192)),
   )
   def test_a_width_that_divides_n_or_fills_the_last_wave_is_taken(self, m, n, k, b_layout, tile):
     found = _predict.default_config(Problem(m, n, k, _BF16, _BF16, _BF16, b_layout, 'nm'))
