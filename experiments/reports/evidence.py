@@ -70,6 +70,15 @@ OPTIONS: Sequence[Option] = (
     'S-STE, FP8, exact weight gradients', 's_ste_fp8', ('s_ste_fp8_all_unsampled', 'half_ffn_s_ste_fp8_all_unsampled'),
     only='tables',
   ),
+  Option('FST, exact weight gradients of down', 'transposable_srste', ('fst_exact_down',), only='tables'),
+  Option(
+    'FST, FP8, exact weight gradients of down', 'transposable_srste_fp8', ('fst_fp8_all_exact_down',), only='tables'
+  ),
+  Option(
+    'S-STE, FP8, exact weight gradients of down', 's_ste_fp8',
+    ('s_ste_fp8_all_exact_down', 's_ste_fp8_all_e4m3_exact_down', 'half_ffn_s_ste_fp8_all_exact_down'),
+    ends_sparse=True, only='tables',
+  ),
   Option(
     'neuron level', 'neuron_level',
     ('neuron_level', 'neuron_level_128', 'neuron_level_24', 'neuron_level_even', 'neuron_level_64',
