@@ -199,6 +199,9 @@ CONTENDERS: Mapping[str, Contender] = {
   'sr_ste': of('sr_ste', decay=0.3),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_fst_fp8_all': of('fst_fp8_all', 'FFN half as wide', model=_HALF),
+  'half_ffn_fst_fp8_all_exact_down': of(
+    'fst_fp8_all', 'exact weight gradients of down', 'FFN half as wide', kwargs=_EXACT_DOWN, model=_HALF
+  ),
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all_unsampled': of(
     's_ste_fp8_all', 'exact weight gradients', 'FFN half as wide', kwargs=_EXACT, model=_HALF
