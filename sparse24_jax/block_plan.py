@@ -18,6 +18,8 @@ from sparse24_jax.steps import Matmul, Pass, passes, Step
 
 # Back ends whose matmul makes h of a gated block itself, where that was timed to pay.
 _MAKE_GATED: tuple[str, ...] = ()
+# Hidden units that a device then has a multiple of: two turns, with which the kernel begins.
+GATED_UNIT = 2 * ROWS_IN_TURN
 _MAKES = {'forward': 'y', 'input_grad': 'dx', 'weight_grad': 'dW'}
 
 
@@ -57,8 +59,7 @@ class BlockPlan:
   @property
   def gate_in_matmul(self) -> bool:
     """Whether the matmul of gate and up-projection makes h; else a pass of its own does."""
-    serves = self.up.backends.forward in _MAKE_GATED
-    return self.gate is not None and serves and self.up.d_out % ROWS_IN_TURN == 0 and self.up.d_out > ROWS_IN_TURN
+    return self.gate is not None and self.up.backends.forward in _MAKE_GATED and self.up.d_out % GATED_UNIT == 0
 
   @property
   def precision(self) -> Precision:
@@ -108,11 +109,12 @@ class BlockPlan:
     width, noting = precision.width(wide), precision.notes_amax and not by_pass
     # What is rounded is kept so; what is not, as the step makes it that writes it.
     kept_h = 0 if precision.scales else h * wide
+    kept_by_pass = kept_h if by_pass else 0
     return (
       *passes('x rounded', precision.rounding(x, wide), x * width), *self._joins(),
-      dataclasses.replace(self._up('forward'), kept=z * wide + (0 if by_pass else kept_h)),
+      dataclasses.replace(self._up('forward'), kept=z * wide + (kept_h - kept_by_pass)),
       # With a gate the activation is a pass of its own, unless the matmul makes it.
-      *passes('h', (activation_costs.gated_activation(h, wide),) if by_pass else (), kept_h if by_pass else 0),
+      *passes('h', (activation_costs.gated_activation(h, wide),) if by_pass else (), kept_by_pass),
       *passes(
         'h rounded', precision.rounding(h, wide, scaled=noting and self.up.backends.forward is not None), h * width
       ), self._down('forward'),

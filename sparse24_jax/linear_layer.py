@@ -67,8 +67,8 @@ def multiply_gated(
   """
   pair = [precision.reads(p, 'forward', backend) for p in (gate, up)]
   of_scale = () if x.scale is None else ('',)
-  arguments = ('n k*64', *of_scale, *('m*64 k*32', 'm k .', *of_scale) * 2, *(() if bias is None else ('. m*64',)))
-  results = ('n m*64', *(('n . m*64',) if keep else ()), *(('',) if amax else ()))
+  arguments = ('n k*64', *of_scale, *('m*128 k*32', 'm*2 k .', *of_scale) * 2, *(() if bias is None else ('. m*128',)))
+  results = ('n m*128', *(('n . m*128',) if keep else ()), *(('',) if amax else ()))
   rule = _partitioning.Rule(arguments, results, order=('n', 'k', 'm'), sums=('k',))
   found = _partitioning.partitioned(
     'multiply_gated', _multiply_gated, rule, x.values, x.scale, *pair, bias, backend=backend, dtype=jnp.dtype(dtype),
@@ -82,7 +82,7 @@ def _multiply_gated(shard, x, scale, gate, up, bias, *, backend, dtype, precisio
     how = dict(role='forward', backend=backend, dtype=dtype, precision=precision)
     z = _multiply_pair(shard, x, scale, gate, up, bias, **how)
     h = activations.gated_activation(z.reshape(z.shape[0], -1), activation=activation)
-    largest = jnp.max(jnp.abs(h)).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(h)).astype(jnp.float32) if amax else None
   else:
     if bias is not None:
       bias = bias.reshape(2, -1, ROWS_IN_TURN).swapaxes(0, 1).reshape(-1)

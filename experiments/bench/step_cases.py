@@ -17,13 +17,11 @@ FLAGS = {
 }  # fmt: skip
 
 _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
+_EXACT_DOWN = ('fst_exact_down', 'fst_fp8_all_exact_down', 's_ste_fp8_all_e4m3_exact_down')
 METHODS: Mapping[str, Contender] = {
   **{
     name: CONTENDERS[name]
-    for name in (
-      *_LINEAR, 'fst_fp8', 'fst_fp8_all', 's_ste_fp8_rest_fp8', 'fst_exact_down', 'fst_fp8_all_exact_down',
-      's_ste_fp8_all_e4m3_exact_down',
-    )
+    for name in (*_LINEAR, 'fst_fp8', 'fst_fp8_all', 's_ste_fp8_rest_fp8', *_EXACT_DOWN)
   },
   'mst': Contender(
     label='MST, all linear layers', recipe='mixed_sparsity',

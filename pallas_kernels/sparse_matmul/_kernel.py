@@ -240,10 +240,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         def store(result, mi, ni):
           # Inverted here: made before, each would be one more kernel to launch.
           factor = functools.reduce(operator.mul, [1 / scalar[0] for scalar in scalars], p.alpha)
-          pieces, zs = itertools.count(), 1 + p.gated  # rows of Z that make one of D
+          pieces, per_d = itertools.count(), 1 + p.gated  # rows of A that make one of D
 
-          def first_row(zs):
-            return mi * (tile_m // zs) + (0 if by_steps else warpgroup * (c.rows // zs))
+          def first_row(per_row):
+            return mi * (tile_m // per_row) + (0 if by_steps else warpgroup * (c.rows // per_row))
 
           def preactivation(i, j, column):
             row = first_row(1) + i * 64
@@ -257,12 +257,12 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             return chunk if bias is None else chunk + _along(bias, row, chunk.shape, 0)
 
           def store_all():
-            for i in range(0, c.rows // 64, zs):
+            for i in range(0, c.rows // 64, per_d):
               # Of a gate 64 rows of A come before 64 of what it gates, and in Z all of them.
-              row = first_row(zs) + i // zs * 64
+              row = first_row(per_d) + i // per_d * 64
               for j in range(c.bn // c.epilogue_n):
                 column = ni * c.bn + j * c.epilogue_n
-                z = [preactivation(i + of, j, column) for of in range(zs)]
+                z = [preactivation(i + of, j, column) for of in range(per_d)]
                 # Z first: TMA reads it out of its buffer while the activation is computed.
                 if p.keep_preactivation:
                   for of, chunk in enumerate(z):
@@ -273,7 +273,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
                 store_piece(d, outs[0], row, column, next(pieces))
 
           # Rows of the gate that are none would be rows of what it gates, in Z.
-          _when(first_row(2) < p.d_rows if p.gated and p.m % c.cluster_tile[0] else True, store_all)
+          _when(first_row(per_d) < p.d_rows if p.gated and p.m % c.cluster_tile[0] else True, store_all)
 
         def store_piece(values, out, row, column, piece):
           # Wait until TMA has read the oldest piece out of the buffer that comes next.

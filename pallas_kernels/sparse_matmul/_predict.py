@@ -36,7 +36,7 @@ _CTA_BYTES_US, _ALL_BYTES_US, _SUM_US = 60e3, 3e6, 1.5
 
 def reads_only(p: Problem) -> bool:
   """Whether a problem has so few columns, and so large an A, that its time is that of reading A: as in generation."""
-  return p.n <= FEW_COLUMNS and p.m * p.k >= _MUCH_TO_READ
+  return p.n <= FEW_COLUMNS and p.m * p.k >= _MUCH_TO_READ and not p.gated
 
 
 def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
@@ -93,12 +93,15 @@ def shapes(p: Problem) -> list[Config]:
   narrow = dataclasses.replace(wide, rows=64, bn=256, stages=4 if eight_bit else 5)
   middle, small = (dataclasses.replace(narrow, bn=bn, stages=6) for bn in (192, 128))
   found = [wide, narrow, middle, small]
-  # Widths between, which may divide N, or fill the last wave, where these do not.
-  found += [_stored(p, dataclasses.replace(wide, bn=bn)) for bn in range(128, 192, 16)]
-  found += [
-    _deepest(p, _stored(p, dataclasses.replace(narrow, bn=bn, stages=4)), 1, 6)
-    for bn in range(144, 256, 16) if bn != 192
-  ]  # fmt: skip
+  found += [_stored(p, dataclasses.replace(wide, bn=128))]
+  if p.out_layout == 'nm' and p.out_dtype.itemsize == 2:
+    # Widths between, which may divide N, or fill the last wave, where these do not. Not timed where columns lie side by
+    # side in D: TMA stores few of them at a time there.
+    found += [_stored(p, dataclasses.replace(wide, bn=bn)) for bn in range(144, 192, 16)]
+    found += [
+      _deepest(p, _stored(p, dataclasses.replace(narrow, bn=bn, stages=4)), 1, 6)
+      for bn in range(144, 256, 16) if bn != 192
+    ]  # fmt: skip
   found += [dataclasses.replace(c, along='n') for c in found if c.bn > 128 and c not in (middle, small)]
   found += [dataclasses.replace(small, cluster=1)]
   return [c for c in found if fits(p, c)]

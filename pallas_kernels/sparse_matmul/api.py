@@ -85,8 +85,8 @@ def sparse_matmul(
       check of this package's kernel against dense at first use (`_checks`).
 
   Returns:
-    D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
-    activation of the rounded Z. With `amax` a tuple that ends with it.
+    D, or (D, Z) with `keep_preactivation`, of one dtype and, unless gated, one shape. Both are rounded from float32
+    once: D is not the activation of the rounded Z. With `amax` a tuple that ends with it.
 
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call. Positions of a concrete A that

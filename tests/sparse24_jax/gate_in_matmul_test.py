@@ -47,6 +47,23 @@ class GateInMatmulTest(parameterized.TestCase):
     self._made_by_the_matmul()
     assert_close(found, wide.written_formulas(policy, activation, *given, wide.KEY), 8e-3)
 
+  @pytest.mark.few
+  def test_recomputed_and_over_a_batch(self):
+    policy = wide.POLICIES['kernels']
+    with mock.patch.dict(wide.SHAPES, up=(wide.D, HIDDEN), gate=(wide.D, HIDDEN), down=(HIDDEN, wide.OUT)):
+      x, weights, _, states, dy = wide.problem(gated=True, biased=False, dtype=wide.BF16)
+
+    def loss(x, weights):
+      y = jax.checkpoint(lambda x, w: wide.block(policy, 'silu', x, w, {}, states, wide.KEY))(x, weights)
+      return jnp.sum((y * dy).astype(jnp.float32))
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
+    plain = wide.jitted(policy, 'silu', x, weights, {}, states, dy, wide.KEY)
+    assert_close(gradients(x, weights), plain[1:3], 1e-6)
+    stacked = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(jnp.stack([x, x]), weights)
+    assert_close(jax.tree.map(lambda a: a[1], stacked), plain[1:3], 1e-6)
+    self._made_by_the_matmul()
+
   @parameterized.parameters((fp8_problems.KERNELS, True), (fp8_problems.MASKED, False))
   @pytest.mark.few
   def test_formulas_in_fp8(self, policy, biased):
@@ -105,6 +122,7 @@ class PlanTest(planning.StepsTest):
   def setUp(self):
     super().setUp()
     self.enter_context(mock.patch.object(block_plan, '_MAKE_GATED', ('dense',)))
+    self.enter_context(mock.patch.object(planning, 'HIDDEN', 2 * HIDDEN))
 
   def test_a_gate_is_no_pass(self):
     for policy in (planning.FST, planning.FP8):

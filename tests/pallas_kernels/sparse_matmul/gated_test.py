@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import _compat, _tuning, formats, operand
 from pallas_kernels.sparse_matmul import api, mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.call import Call, Vectors
+from tests import targets
 
 _BF16 = jnp.dtype('bfloat16')
 _E4M3 = jnp.dtype('float8_e4m3fn')
@@ -75,6 +76,22 @@ class MeaningTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'gated=True needs an activation and a multiple of 128 rows'):
       api.sparse_matmul(a, jnp.zeros((8, 32), _BF16), activation=activation, gated=True)
 
+  @parameterized.parameters(('nm', 'n'), ('nm', 'm'), ('mn', 'k'))
+  def test_on_a_mesh(self, out_layout, divided):
+    gate, up, b = _inputs(256, 16, 128, _BF16)
+    asked = dict(activation='silu', keep_preactivation=True, gated=True, out_layout=out_layout)
+    f = functools.partial(api.sparse_matmul, **asked)
+    mesh = jax.make_mesh((2,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def put(x, *axes):
+      spec = jax.P(*('d' if axis == divided else None for axis in axes))
+      return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    a = operand.in_turns(gate, up)
+    parts = operand.SparseOperand(put(a.values, 'm', 'k'), put(a.metadata, 'm', 'k', ''), a.layout)
+    for found, expected in zip(jax.jit(f)(parts, put(b, 'n', 'k')), jax.jit(f)(a, b), strict=True):
+      self.assertLess(_tuning.relative_error(found, expected.astype(jnp.float32)), 1e-2)
+
   def test_operands_of_other_rows_are_refused(self):
     with self.assertRaisesRegex(ValueError, 'no equal multiples of 64 rows'):
       operand.in_turns(_operand(64, 32, _BF16, 0), _operand(128, 32, _BF16, 0))
@@ -85,15 +102,18 @@ class InterpretTest(parameterized.TestCase):
 
   # Rows of the gate: whole tiles, or 64 of a tile whose other 64 are none; with a cluster whole CTAs are none, too.
   @parameterized.parameters(
-    (256, 64, {}), (192, 128, dict(slots=3, epilogue_n=32)), (192, 64, dict(cluster=2, ctas=2)),
-    (192, 64, dict(cluster=2, along='n')), (128, 256, dict(split=2, ctas=3)), (192, 192, dict(delay=0)),
+    (256, 64, dict(slots=3)), (192, 128, dict(slots=2, epilogue_n=32)), (192, 64, dict(cluster=2, ctas=2, slots=3)),
+    (192, 64, dict(cluster=2, along='n')), (128, 256, dict(split=2, ctas=3, slots=3)), (192, 192, dict(delay=0)),
   )
   def test_gate_in_the_epilogue(self, hidden, k, change):
-    for keep in (True, False):
-      self._check(hidden, k, _BF16, change, activation='silu', keep_preactivation=keep, out_layout='nm')
+    self._check(hidden, k, _BF16, change, activation='silu', keep_preactivation=True, out_layout='nm')
+    without = change | dict(slots=1)
+    self._check(hidden, k, _BF16, without, activation='silu', keep_preactivation=False, out_layout='nm')
 
-  def test_rows_first(self):
-    self._check(192, 64, _BF16, {}, activation='gelu', keep_preactivation=True, out_layout='mn')
+  @parameterized.parameters(('bfloat16', 'mn'), ('float32', 'mn'), ('float32', 'nm'))
+  def test_other_results(self, out_dtype, out_layout):
+    asked = dict(out_dtype=jnp.dtype(out_dtype), out_layout=out_layout)
+    self._check(192, 64, _BF16, dict(epilogue_n=32), activation='gelu', keep_preactivation=True, **asked)
 
   def test_scaled_with_its_largest_magnitude(self):
     self._check(
@@ -110,6 +130,14 @@ class InterpretTest(parameterized.TestCase):
       self.assertEqual((found.slots, mosaic_gpu.fits(wanted, found)), (3, True) if keep else (1, True))
       self.assertTrue(mosaic_gpu.fits(wanted, mosaic_gpu.default_config(wanted)))
 
+  @parameterized.parameters(1, 16, 64, 72)
+  def test_few_tokens_have_a_setting(self, n):
+    for keep in (True, False):
+      p = mosaic_gpu.Problem(
+        2048, n, 1024, _BF16, _BF16, _BF16, out_layout='nm', activation='silu', keep_preactivation=keep, gated=True
+      )
+      self.assertTrue(mosaic_gpu.fits(p, mosaic_gpu.chosen_config(p, targets.target_device('sm_90a'))))
+
   def test_few_rows_are_refused(self):
     a, _, b = _inputs(128, 16, 32, _BF16)
     with self.assertRaisesRegex(NotImplementedError, 'a gate takes 256 rows of A or more, found 128'):
@@ -123,9 +151,6 @@ class InterpretTest(parameterized.TestCase):
     bias = None if call.amax else jnp.linspace(-1, 1, 2 * hidden, dtype=jnp.float32)
     args = operand.in_turns(gate, up), b, Vectors(bias, *scales)
     config = dataclasses.replace(_CONFIG, **change)
-    config = config if mosaic_gpu.fits(self._problem(hidden, k, dtype, call), config) else mosaic_gpu.for_outputs(
-      self._problem(hidden, k, dtype, call), config
-    )
     f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, call=call, config=config, interpret=True))
     found = jax.block_until_ready(f(*args))
     self.assertFalse(_compat.races_found())
@@ -135,12 +160,6 @@ class InterpretTest(parameterized.TestCase):
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       self.assertEqual(f.shape, e.shape)
       self.assertLessEqual(_tuning.relative_error(f, e), 2 * _tuning.TOLERANCE if e.ndim == 0 else _tuning.TOLERANCE)
-
-  def _problem(self, hidden, k, dtype, call):
-    return mosaic_gpu.Problem(
-      2 * hidden, 72, k, dtype, dtype, _BF16, 'nk', call.out_layout, call.activation,
-      keep_preactivation=call.keep_preactivation, amax=call.amax, gated=True,
-    )  # fmt: skip
 
 
 if __name__ == '__main__':
