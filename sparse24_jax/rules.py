@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from pallas_kernels import _dispatch
 from pallas_kernels.formats import check_floating
@@ -28,6 +29,7 @@ NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 # Where linen's dictionaries of variables have the parameters.
 VARIABLES = 'params/'
 _EQUINOX = 'Equinox: give the arrays alone, eqx.filter(model, eqx.is_inexact_array)'
+_IN_ONE = '. params is one array, not a tree of them: arguments in another order, or optax.flatten around it?'
 # An alternative for numbers alone.
 _NUMBERS = re.compile(r'(?:\d|\\d|\[[-\d]+\]|[?*+]|\{[\d,]+\})+')
 
@@ -178,7 +180,7 @@ def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
         f' {listed(weights) or weights}: a rule takes those whose whole path it matches and no earlier rule does'
         f'{_vectors(rule.path, leaves)}'
         f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
-        f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
+        f'{_IN_ONE if alone else ""}'
       )
   for pattern in dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.exact):
     if not any(re.fullmatch(pattern, path) for path in matched):
@@ -330,6 +332,8 @@ def log_matches(params: Any, recipe: Recipe, *, whole: bool = True) -> None:
 def _check_shards(path: str, leaf: Any, projection: Projection, layout: Layout) -> None:
   """ValueError if a group of `leaf` straddles two shards, a warning if joined axes are gathered; silent if not known.
 
+  Joined axes that a mesh of explicit axes divides on an inner one are a ValueError, too: JAX joins none of them there.
+
   Under jit it is known on meshes of explicit axes only: on others, check concrete arrays, as `init` outside jit does.
   """
   if isinstance(leaf, Tracer):
@@ -350,8 +354,13 @@ def _check_shards(path: str, leaf: Any, projection: Projection, layout: Layout) 
         f' {axis - leaf.ndim}, and projection {projection.name!r} needs a multiple of {divisor} in each'
       )
     if divided and any(leaf.shape[axis] > 1 for axis in axes[: divided[-1]]):
-      message = (
+      found = (
         f'{path} of shape {leaf.shape} is sharded to {shard}, along axis {axes[divided[-1]] - leaf.ndim}: masks and'
-        f' matmuls join axes {axes} to one, and gather it. Divide the first of them, or store it as several weights'
+        f' matmuls join axes {axes} to one'
       )
-      _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
+      what_to_do = 'Divide the first of them, or store it as several weights'
+      if AxisType.Explicit in getattr(getattr(sharding, 'mesh', None), 'axis_types', ()):
+        raise ValueError(
+          f'{found}, which a mesh of explicit axes does not. {what_to_do}; a mesh of Auto axes gathers it'
+        )
+      _dispatch.log_once(f'{found}, and gather it. {what_to_do}', 'sparse24_jax', logging.WARNING)

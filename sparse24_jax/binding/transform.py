@@ -1,6 +1,6 @@
 """A function of parameters with its matched weights sparse: what `sparsify` makes of a plain function."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import functools
 import inspect
 import itertools
@@ -129,6 +129,12 @@ def _misfit(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
   return None
 
 
+def _deeper(path: str, states: Collection[str]) -> str:
+  """A hint for states that are those of a tree around the parameters."""
+  around = next((found.removesuffix(path)[:-1] for found in states if found.endswith(f'/{path}')), None)
+  return '' if around is None else f'. There is one of {around}/{path}: give the part of the variables under {around!r}'
+
+
 def run_sparse(
   recipe: Recipe, f: Callable[..., Any], params: Any, variables: Mapping[str, Any], key: Array | None,
   *args: Any, **kwargs: Any,
@@ -143,6 +149,7 @@ def run_sparse(
     raise ValueError(
       f'{listed(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
       " linen models as collection 'sparse24', and for a function of an nnx model make it with the recipe of bind"
+      f'{_deeper(missing[0], states)}'
     )
   deleted = [path for path in known if path in states and _is_deleted(states[path])]
   if deleted:

@@ -72,13 +72,22 @@ def _no_function(model: nnx.Module) -> Callable[..., Any]:
 
 
 def _arrays(model: nnx.Module) -> dict[Any, Any]:
-  return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+  return {path: _leaves(variable) for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def _leaves(variable: Any) -> dict[Any, Any]:
+  """What a variable holds, by path: in one of `nnx.capture` a dictionary grows in place."""
+  return dict(jax.tree.leaves_with_path(variable.get_raw_value()))
+
+
+def _same(found: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+  return found.keys() == before.keys() and all(found[path] is before[path] for path in found)
 
 
 def _changes(model: nnx.Module, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
   """Variables with other arrays than before, and new ones; ValueError if anything else of the model is new."""
   after = dict(nnx.to_flat_state(nnx.state(model)))
-  changed = {path: v for path, v in after.items() if path not in before or v.get_raw_value() is not before[path]}
+  changed = {path: v for path, v in after.items() if path not in before or not _same(_leaves(v), before[path])}
   if any(path not in before for path in after):
     nnx.pop(model, lambda path, _: tuple(path) not in before)
   if nnx.graphdef(model) != graphdef:

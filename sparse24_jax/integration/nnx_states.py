@@ -134,11 +134,12 @@ class Sparse(nnx.Module):
 
   def read(self) -> dict[str, Any]:
     """The states, by path."""
-    return {path: self.states[path].get_value() for path in self.states}
+    # `nnx.capture` puts what it captures among the entries.
+    return {path: state.get_value() for path, state in self.states.items() if isinstance(state, nnx.Variable)}
 
   def read_fingerprints(self) -> dict[str, origin.Fingerprint]:
     """The fingerprints of the weights that the states were made of, by path."""
-    return {path: self.made_of[path].fingerprint() for path in self.made_of}
+    return {path: of.fingerprint() for path, of in self.made_of.items() if isinstance(of, nnx.Variable)}
 
   def states_of(self, params: Any) -> tuple[dict[str, Any], Array | None]:
     """The states as the forward of these parameters reads them, and where that is not known yet, whether it may.

@@ -7,7 +7,7 @@ import flax.nnx
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
@@ -220,6 +220,19 @@ class GroupsTest(parameterized.TestCase):
     else:
       with self.assertRaisesRegex(ValueError, 'a of shape .* is sharded to .* holds 2 entries along axis -[12],'):
         rules.match_rules({'a': w}, recipe(('a', policy)))
+
+  @parameterized.parameters(False, True)
+  def test_joined_axes_that_explicit_axes_divide_on_an_inner_one_are_refused(self, traced):
+    mesh = Mesh(np.array(jax.devices()), ('x',), axis_types=(AxisType.Explicit,))
+    w = jax.device_put(jnp.ones((2, 8, 16, 8)), NamedSharding(mesh, PartitionSpec(None, 'x', None, None)))
+
+    def check(w):
+      rules._check_shards('kv', w, s24.magnitude(), Layout((), (2,), (0, 1, 3)))
+      return w
+
+    told = r'kv of shape \(2, 8, 16, 8\) is sharded to .* join axes \(0, 1, 3\) to one, which a mesh of explicit'
+    with self.assertRaisesRegex(ValueError, told):
+      (jax.jit(check) if traced else check)(w)
 
   @parameterized.parameters(
     ((16, 3, 8, 16), (None, None, 'x'), True),

@@ -339,6 +339,14 @@ class TransformTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'w of shape \(8, 16\): the model reads it as in 1, out 0.*_jax\.bind'):
       s24.sparsify(f, recipe)(params, variables, None, x)
 
+  def test_states_of_a_tree_around_the_parameters(self):
+    params, x = arguments('out_in')
+    bound = s24.bind(RECIPES['ste'], CASES['out_in'].f, params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    told = r"w: no state; .* There is one of params/w: give the part of the variables under 'params'"
+    with self.assertRaisesRegex(ValueError, told):
+      s24.sparsify(CASES['out_in'].f, bound)(params, {'params': variables}, None, x)
+
   def test_states_that_a_step_has_deleted(self):
     params, x = arguments('out_in')
     bound = s24.bind(RECIPES['ste'], CASES['out_in'].f, params, x)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -91,6 +92,23 @@ class ChangesTest(absltest.TestCase):
     assert_trees_equal(*map(jax.random.key_data, keys))
     assert_trees_close(found, expected)
     self.assertEqual(int(sparse.dropout.rngs.count[...]), 2)
+
+  def test_captured_values_are_those_of_the_plain_model(self):
+    class Sows(Loop):
+
+      def __call__(self, x):
+        y = super().__call__(x)
+        self.sow(nnx.Intermediate, 'mean', y.mean())
+        return y
+
+    model = Sows(nnx.Rngs(0))
+    sparse = s24.sparsify(model, STE)
+    for captured in (nnx.capture(sparse, nnx.Intermediate), nnx.capture(nnx.Intermediate)(sparse)):
+      y, found = captured(X)
+      np.testing.assert_allclose(found['mean'].get_value()[0], np.mean(y), rtol=1e-5)
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # of a `sow` that nothing captures
+      np.testing.assert_array_equal(sparse(X), y)
 
   def test_a_parameter_that_a_forward_assigns_to(self):
     class Shrinks(nnx.Linear):
