@@ -52,8 +52,12 @@ def _experiment_arguments(
   parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
 
 
+# Of runs that are compared, and of those that --tune compares.
+SEEDS, TUNED_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
+
+
 def _methods_arguments(
-  parser: argparse.ArgumentParser, default: str, *, seeds: Sequence[int] = (0, 1, 2), what: str = 'a run each'
+  parser: argparse.ArgumentParser, default: str, *, seeds: Sequence[int] = SEEDS, what: str = 'a run each'
 ) -> None:
   parser.add_argument(
     '--methods',
@@ -174,7 +178,8 @@ def make_parser() -> argparse.ArgumentParser:
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
-  _methods_arguments(compare, 'equal-steps')
+  _methods_arguments(compare, 'equal-steps', what='a run each; of --tune the first searches, and it takes 0 to 4')
+  compare.set_defaults(seeds=None)
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
   compare.add_argument(
     '--tune', type=int, nargs='?', const=6, metavar='TRIALS',

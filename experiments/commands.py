@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import PROGRAMS
+from experiments.arguments import PROGRAMS, SEEDS, TUNED_SEEDS
 
 
 def is_one_of_several(args: argparse.Namespace) -> bool:
@@ -188,6 +188,7 @@ def _of_methods(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare(args: argparse.Namespace) -> None:
+  args.seeds = args.seeds or list(SEEDS if args.tune is None else TUNED_SEEDS)
   if args.tune is not None:
     from experiments.runs.race import tuned
 

@@ -122,7 +122,7 @@ class Comparison:
     *,
     experiment: str,
     names: Sequence[str],
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
     trials: int = 6,
     tiny: bool = False,
     overrides: Sequence[str] = (),
