@@ -1,5 +1,6 @@
 """A gated feed-forward block whose first matmul makes h itself: the same numbers, one pass less."""
 
+import dataclasses
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -82,11 +83,16 @@ class GateInMatmulTest(parameterized.TestCase):
       self.made.assert_not_called()
       assert_close(found, expected, FLIPS)
 
-  @parameterized.parameters(
-    (meshes.FST, 'Explicit', 't', (2, 2)), (meshes.FST_FP8, 'Auto', 't', (1, 2)), (meshes.FP8, 'Explicit', 'd', (2, 1)),
-  )
   @pytest.mark.few
-  def test_divided_weights(self, policy, kind, axis, shape):
+  def test_divided_weights(self):
+    self._check_divided(meshes.FST, 'Explicit', 't', (2, 2))
+
+  @parameterized.parameters((meshes.FST_FP8, 'Auto', 't', (1, 2)), (meshes.FP8, 'Explicit', 'd', (2, 1)))
+  @pytest.mark.slow
+  def test_divided_weights_in_fp8(self, *case):
+    self._check_divided(*case)
+
+  def _check_divided(self, policy, kind, axis, shape):
     d, hidden = meshes.D, 2 * HIDDEN
     weights = {role: meshes.normal(i, d, hidden) for i, role in enumerate(('up', 'gate'))}
     weights['down'] = meshes.normal(2, hidden, d)
@@ -102,6 +108,7 @@ class GateInMatmulTest(parameterized.TestCase):
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       self.assertLess(meshes.error(f, e), 0.05 if policy.precision == 'fp8' else 5e-3)
 
+  @pytest.mark.slow
   def test_a_divided_sum_gates_what_was_added(self):
     weights = {role: meshes.normal(i, meshes.D, 2 * HIDDEN) for i, role in enumerate(('up', 'gate'))}
     weights['down'] = meshes.normal(2, 2 * HIDDEN, meshes.D)
@@ -116,19 +123,21 @@ class GateInMatmulTest(parameterized.TestCase):
       self.assertLess(meshes.error(f, e), 5e-3)
 
 
-class PlanTest(planning.StepsTest):
-  """The steps of all plans, where the first matmul of a gated block makes h."""
+class PlanTest(parameterized.TestCase):
 
-  def setUp(self):
-    super().setUp()
+  @parameterized.parameters((planning.FST, 'mvue'), (planning.FST_FP8, 'mvue'), (planning.FP8, 'dense'))
+  def test_steps_are_what_runs_and_a_gate_is_none(self, policy, last):
     self.enter_context(mock.patch.object(block_plan, '_MAKE_GATED', ('dense',)))
     self.enter_context(mock.patch.object(planning, 'HIDDEN', 2 * HIDDEN))
-
-  def test_a_gate_is_no_pass(self):
-    for policy in (planning.FST, planning.FP8):
-      plan = plan_block(policy, planning.TOKENS, planning.sides(True), jnp.bfloat16)
-      self.assertTrue(plan.gate_in_matmul)
-      self.assertNotIn('h', [step.name for step in plan.steps])
+    down = dataclasses.replace(policy, weight_grad=last)
+    plan = plan_block(policy, planning.TOKENS, planning.sides(True), jnp.bfloat16, down=down)
+    self.assertTrue(plan.gate_in_matmul)
+    self.assertNotIn('h', [step.name for step in plan.steps])
+    ran, _, kept = planning.StepsTest._traced(self, policy, True, down)
+    self.assertEqual(ran, planning.planned(plan.steps, plan.precision.pass_backends))
+    x = 0 if plan.precision.scales else planning.TOKENS * planning.D * 2  # which no step makes
+    found = planning.size_of(a for a in kept if planning.TOKENS in a.shape)
+    self.assertEqual(found, sum(step.kept for step in plan.steps) + x)
 
 
 if __name__ == '__main__':
