@@ -45,12 +45,14 @@ class Cited:
     line: of the table's head, from 1.
     text: the table.
     citations: what its comment lists; None without a comment, empty where there is nothing to cite.
+    said: the text of its section before it.
   """
 
   document: Path
   line: int
   text: str
   citations: tuple[str, ...] | None
+  said: str = ''
 
 
 def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -161,7 +163,8 @@ def tables(document: Path) -> list[Cited]:
     if near:
       listed = comments[-1].group(1)
       citations = () if listed.startswith('none, ') else tuple(re.split(r'\s*;\s*', ' '.join(listed.split())))
-    found.append(Cited(document, before.count('\n') + 1, match.group(), citations))
+    said = ' '.join(before[before.rfind('\n## ') + 1 :].split())
+    found.append(Cited(document, before.count('\n') + 1, match.group(), citations, said))
   return found
 
 
@@ -175,4 +178,13 @@ def problems(cited: Cited) -> list[str]:
   except ValueError as error:
     return [f'{where}: {error}']
   found = sorted({fault for record in records for fault in faults(record)})
-  return [f'{where}: its records do not stand by themselves: {", ".join(found)}'] if found else []
+  if found:
+    return [f'{where}: its records do not stand by themselves: {", ".join(found)}']
+  if any(map(_timed_once, records)) and 'one process' not in cited.said and 'processes |' not in cited.text:
+    return [f'{where}: its times are of one process each, not three, and its section does not say "one process"']
+  return []
+
+
+def _timed_once(record: Mapping[str, Any]) -> bool:
+  """Whether a record has times of a program that nothing says was timed by other processes, too."""
+  return bool({'samples_ms', 'median_ms', 'paths'} & record.keys()) and 'process' not in record

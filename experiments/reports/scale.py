@@ -55,10 +55,11 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
   basis = (
     f'A step has {formula.TOKENS:,} tokens in sequences of {record["shape"]["length"]:,}, micro-batches of at most '
     f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. On one '
-    f'{record["device"]} a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step '
-    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
-    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
-    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
+    f'{record["device"]}, in one process, a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and '
+    f'a sparse step {compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU '
+    'holds: from 141 on the layout does not fit. *Received* is what it receives in a step. The last two columns say '
+    'how many times faster the sparse step is: *hidden* if the shorter of computing and communication hides behind '
+    'the longer, '
     '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
     'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
@@ -80,6 +81,8 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 
 Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted in what XLA compiles for 8 and 64 H100s
 (SwiGLU, bfloat16, packed weights; `tests/sparse24_jax/mesh_on_hopper_test.py` holds them):
+
+<!-- records: none, a test counts them -->
 
 | layers | dense | sparse |
 |---|---|---|

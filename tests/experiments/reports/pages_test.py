@@ -20,7 +20,10 @@ from tests.experiments.fakes import temp_folder
 from tests.experiments.reports import prose
 
 QUALITY = (pages.DOCS / 'quality.md', pages.DOCS / 'quality_runs.md')
-DOCUMENTS = (provenance.ROOT / 'README.md', pages.DOCS / 'guide.md', pages.DOCS / 'speed.md', *QUALITY)
+DOCUMENTS = (
+  provenance.ROOT / 'README.md', provenance.ROOT / 'pallas_kernels' / 'README.md', *QUALITY,
+  *(pages.DOCS / f'{name}.md' for name in ('guide', 'speed', 'tasks', 'scale', 'faults', 'hosts')),
+)
 
 
 class PagesTest(absltest.TestCase):
@@ -146,7 +149,9 @@ class RecordsTest(parameterized.TestCase):
     path, clean, faulty = folder / 'page.md', 'vnm_matmul.jsonl', folder / 'dirty.jsonl'
     faulty.write_text('{"commit": "df15449-dirty", "command": "python -m experiments grid"}\n')
     cases = (
-      ('', 'without <!-- records'), (f'<!-- records: {clean} -->\n', None),
+      ('', 'without <!-- records'), (f'In one process:\n<!-- records: {clean} -->\n', None),
+      (f'<!-- records: {clean} -->\n', 'its times are of one process each, not three'),
+      ('<!-- records: best_steps.jsonl -->\n', None),
       (f'<!-- records: {clean};\n {faulty} -->\n', 'do not stand by themselves: uncommitted changes'),
       ('<!-- records: none, a setting -->\n', None), ('<!-- records: gone.jsonl -->\n', 'no file .*gone.jsonl'),
       (f'<!-- records: {clean} -->\n\n# B\n', 'without'), (f'<!-- records: {clean}?device=x -->\n', 'no such record'),
