@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _tuning, formats, operand
-from pallas_kernels.sparse_matmul import api, mosaic_gpu, reference
+from pallas_kernels import _tuning, formats, operand
+from pallas_kernels.sparse_matmul import api, mosaic_gpu
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
+from tests.pallas_kernels.sparse_matmul import interpreted
 
 _BF16 = jnp.dtype('bfloat16')
 _E4M3 = jnp.dtype('float8_e4m3fn')
@@ -150,16 +151,7 @@ class InterpretTest(parameterized.TestCase):
     # Without a bias where the largest magnitude is noted: the last tile of columns is not full.
     bias = None if call.amax else jnp.linspace(-1, 1, 2 * hidden, dtype=jnp.float32)
     args = operand.in_turns(gate, up), b, Vectors(bias, *scales)
-    config = dataclasses.replace(_CONFIG, **change)
-    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, call=call, config=config, interpret=True))
-    found = jax.block_until_ready(f(*args))
-    self.assertFalse(_compat.races_found())
-    exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
-    expected = jax.jit(functools.partial(reference.sparse_matmul, call=exact))(*args)
-    self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-      self.assertEqual(f.shape, e.shape)
-      self.assertLessEqual(_tuning.relative_error(f, e), 2 * _tuning.TOLERANCE if e.ndim == 0 else _tuning.TOLERANCE)
+    interpreted.check(self, args, call, dataclasses.replace(_CONFIG, **change))
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.sparse_matmul import mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
+from tests.pallas_kernels.sparse_matmul import interpreted
 
 _BF16 = jnp.dtype('bfloat16')
 _E4M3 = jnp.dtype('float8_e4m3fn')
@@ -46,16 +47,7 @@ class InterpretTest(parameterized.TestCase):
   def _check(self, a, b, config, bias=None, a_scale=None, b_scale=None, **kwargs):
     call = Call(**dict(out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs)
     args = (a, b, Vectors(bias, a_scale, b_scale))
-    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, call=call, config=config, interpret=True))
-    found = jax.block_until_ready(f(*args))
-    self.assertFalse(_compat.races_found())
-    exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
-    expected = jax.jit(functools.partial(reference.sparse_matmul, call=exact))(*args)
-    self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-      self.assertEqual(f.dtype, call.out_dtype)
-      self.assertEqual(f.shape, e.shape)
-      self.assertLessEqual(_tuning.relative_error(f, e), _tuning.TOLERANCE)
+    interpreted.check(self, args, call, config)
 
   # The two other pairs are among the ragged sizes.
   @parameterized.parameters(('nk', 'mn'), ('kn', 'nm'))
