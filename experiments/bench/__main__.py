@@ -1,8 +1,9 @@
 """`python -m experiments.bench run --out FOLDER`: the benchmarks behind docs/speed.md on the GPU at hand, one by one.
 
 Each is one of the programs beside this file (or of `pallas_kernels`) in a process of its own, which is stopped when it
-takes longer than it may. What is measured lies in FOLDER, a JSON-lines file and a log a measurement; the same command
-goes on where it ended. `python -m experiments.bench keep FOLDER/*.jsonl` puts the records in place of older ones.
+takes longer than it may. What is timed is timed by three processes: all measurements once, then in the opposite order,
+then again. Records say which process made them and lie in FOLDER, a JSON-lines file and a log a process; the same
+command goes on where it ended. `python -m experiments.bench keep FOLDER/*.jsonl` puts them in place of older ones.
 """
 
 import argparse
@@ -43,11 +44,13 @@ class Measurement:
     command: what follows `python -m`, but for `--out`.
     seconds: after which it is stopped, chosen with an H100 in mind, compiling included.
     devices: GPUs that it needs.
+    processes: that run it, one after another: one where nothing is timed, or where the program sees to its own.
   """
 
   command: str
   seconds: int
   devices: int = 1
+  processes: int = 3
 
   def arguments(self, out: Path) -> list[str]:
     """The command line that appends records to `out`."""
@@ -59,21 +62,23 @@ def _steps(case: str, recipe: str, rest: str, seconds: int = 240) -> Measurement
 
 
 def _blocks(rest: str, seconds: int) -> Measurement:
-  return Measurement(f'experiments.bench.ffn {rest}', seconds)
+  return Measurement(f'experiments.bench.ffn {rest}', seconds, processes=1 if '--check-only' in rest else 3)
 
 
 def _vnm(rest: str, seconds: int) -> Measurement:
   return Measurement(f'experiments.bench.neuron_level {rest}', seconds)
 
 
-def _mesh(rest: str, seconds: int = 240) -> Measurement:
-  return Measurement(f'experiments.bench.mesh --devices 2 {rest}', seconds, devices=2)
+def _mesh(rest: str, seconds: int = 240, processes: int = 3) -> Measurement:
+  return Measurement(f'experiments.bench.mesh --devices 2 {rest}', seconds, devices=2, processes=processes)
 
 
 # What says whether the kernels are right comes first, then what most readers ask for.
 MEASUREMENTS = {
-  'verify': Measurement('pallas_kernels verify --count 200 --seconds 150', 240),
-  'verify-mma': Measurement('pallas_kernels verify --count 50 --seconds 60 --implementation mosaic_gpu_sm80', 150),
+  'verify': Measurement('pallas_kernels verify --count 200 --seconds 150', 240, processes=1),
+  'verify-mma': Measurement(
+    'pallas_kernels verify --count 50 --seconds 60 --implementation mosaic_gpu_sm80', 150, processes=1
+  ),
   'fst-check': _blocks('--check-only --select bf16', 150),
   'fp8-check': _blocks('--check-only --select fp8', 240),
   'fst-block': _blocks('--select fst-gelu-16384x4096x16384 --skip-check --explain --rounds 4 --steps 60', 150),
@@ -85,7 +90,9 @@ MEASUREMENTS = {
     f'--select ffn-128x2x8-dense_neurons-16384x4096x16384 {" ".join(_TWO_OF_FOUR_TOKENS)} --explain', 180,
   ),
   **{
-    f'best-steps-{model.removeprefix("gpt2-")}': Measurement(f'experiments.bench.best_steps --select {model}', 900)
+    f'best-steps-{model.removeprefix("gpt2-")}': Measurement(
+      f'experiments.bench.best_steps --select {model}', 900, processes=1
+    )
     for model in step_cases.CASES
   },
   'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
@@ -112,7 +119,7 @@ MEASUREMENTS = {
     'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation sparse --rounds 2 --steps 20 --refreshes 2'
   ),
   'compile-time': Measurement(
-    'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900
+    'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900, processes=1
   ),
   'matmuls': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
   'bounds': Measurement('pallas_kernels bounds', 480),
@@ -124,7 +131,7 @@ MEASUREMENTS = {
   'quantize': Measurement('pallas_kernels bench quantize --only quantize amax --first-config --iterations 20', 120),
   'attention': Measurement('pallas_kernels bench sparse_attention --rounds 3 --steps 8 --select 4k 16k 1k', 240),
   'pytorch': Measurement('experiments.bench.pytorch_ffn', 150),
-  'mesh-check': _mesh('--select check-sample check-ffn check-gpt2'),
+  'mesh-check': _mesh('--select check-sample check-ffn check-gpt2', processes=1),
   'mesh-block': _mesh('--select fst-gelu-32768x4096x16384 --one --rounds 4 --steps 30'),
   'mesh-gpt2-774m': _mesh('--select gpt2-774m --rounds 2 --steps 10'),
   'fsdp': _mesh('--select check-fsdp gpt2-774m gpt2-1558m --sharding fsdp --rounds 2 --steps 8', 420),
@@ -136,15 +143,15 @@ def run(chosen: Iterable[str], folder: Path, seconds: float) -> int:
 
   Args:
     chosen: keys of `MEASUREMENTS`.
-    folder: gets `NAME.jsonl` and `NAME.log`.
+    folder: gets `NAME-PROCESS.jsonl` and `NAME-PROCESS.log`, without the process where there is one alone.
     seconds: none is begun that may take longer than what is left of these.
   """
   folder.mkdir(parents=True, exist_ok=True)
   deadline = time.monotonic() + seconds
   finished = _finished(folder)
   missing = 0
-  for name in chosen:
-    measurement, records = MEASUREMENTS[name], folder / f'{name}.jsonl'
+  for measurement, process, name in _in_turns(tuple(chosen)):
+    records = folder / f'{name}.jsonl'
     if finished.get(name) == measurement.command:
       print(f'{name}: finished before', flush=True)
       continue
@@ -162,11 +169,22 @@ def run(chosen: Iterable[str], folder: Path, seconds: float) -> int:
     last = ([''] + log.read_text(errors='replace').splitlines())[-1]
     print(f'{name}: {outcome}, {time.monotonic() - start:.0f} s. {last}'.rstrip(), flush=True)
     if outcome == 'finished':
+      if measurement.processes > 1:
+        _write(records, [record | {'process': process} for record in _read(records)])
       finished[name] = measurement.command
       (folder / 'finished.new').write_text(json.dumps(finished, indent=2) + '\n')
       (folder / 'finished.new').replace(folder / _FINISHED)
     missing += outcome != 'finished'
   return missing
+
+
+def _in_turns(chosen: Sequence[str]) -> Iterator[tuple[Measurement, int, str]]:
+  """Each measurement with each of its processes, and what its files are called; every other time in opposite order."""
+  for process in range(max((MEASUREMENTS[name].processes for name in chosen), default=0)):
+    for name in chosen[:: -1 if process % 2 else 1]:
+      measurement = MEASUREMENTS[name]
+      if process < measurement.processes:
+        yield measurement, process, name if measurement.processes == 1 else f'{name}-{process}'
 
 
 def _finished(folder: Path) -> dict[str, str]:
@@ -208,6 +226,8 @@ def _ending_by_exception() -> Iterator[None]:
 def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False) -> dict[str, int]:
   """Puts records among those of `results`: in the place of one that measured the same, else at the end of a file.
 
+  A record of one of several processes takes the place of that process's, or of one that does not say its process.
+
   Args:
     paths: JSON-lines files.
     results: folder. A record that replaces none goes to a file with others of its kind, best of its recipe, or to one
@@ -232,7 +252,7 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
       files.setdefault(path, []).append(record)
     changed[path.name] += 1
   for path in (path for path in files if path.name in changed):
-    path.write_text(''.join(json.dumps(record) + '\n' for record in files[path]))
+    _write(path, files[path])
   return changed
 
 
@@ -248,9 +268,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-  drawn = ('implementation', 'seed') if a['bench'] == 'verify' else ()
-  return identity(a) == identity(b) and all(a.get(key) == b.get(key) for key in drawn)
+def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def _same(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+  drawn = ('implementation', 'seed') if new['bench'] == 'verify' else ()
+  unsaid = {'process': new.get('process')} if old.get('process') is None else {}
+  return identity(new) == identity({**old, **unsaid}) and all(new.get(key) == old.get(key) for key in drawn)
 
 
 def _lost(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
@@ -286,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   chosen = options.select or [name for name, measurement in MEASUREMENTS.items() if measurement.devices == 1]
   if options.list:
     for name in chosen:
-      print(f'{name:24} {MEASUREMENTS[name].seconds:4} s  {MEASUREMENTS[name].command}')
+      measurement = MEASUREMENTS[name]
+      print(f'{name:24} {measurement.processes} x {measurement.seconds:4} s  {measurement.command}')
     return 0
   if options.out is None:
     runs.error('the following arguments are required: --out')

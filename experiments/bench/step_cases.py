@@ -18,6 +18,15 @@ FLAGS = {
 
 _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 _EXACT_DOWN = ('fst_exact_down', 'fst_fp8_all_exact_down', 's_ste_fp8_all_e4m3_exact_down')
+
+
+def _neuron_level(label: str, features: str, tokens: str, dense_features: float) -> Contender:
+  return Contender(
+    label=f'neuron level, {label}', recipe='neuron_level', model={'ffn_order': 'position'},
+    kwargs={'policy': {'features': features, 'tokens': tokens, 'dense_features': dense_features}},
+  )  # fmt: skip
+
+
 METHODS: Mapping[str, Contender] = {
   **{
     name: CONTENDERS[name]
@@ -27,13 +36,18 @@ METHODS: Mapping[str, Contender] = {
     label='MST, all linear layers', recipe='mixed_sparsity',
     kwargs={'path': LINEAR, 'structure': 'transposable', 'mvue_path': FFN},
   ),
+  'mst_24': Contender(
+    label='MST within 2:4, all linear layers', recipe='mixed_sparsity', kwargs={'path': LINEAR, 'structure': '2:4'}
+  ),
   **{
-    f'neuron_level_{v}': Contender(
-      label=f'neuron level, {v}:2:8, two of four tokens', recipe='neuron_level', model={'ffn_order': 'position'},
-      kwargs={'policy': {'features': f'{v}:2:8', 'tokens': '2:4', 'dense_features': 0.0}},
-    )
-    for v in (64, 128)
+    f'neuron_level_{v}': _neuron_level(f'{v}:2:8, two of four tokens', f'{v}:2:8', '2:4', 0.0) for v in (64, 128)
   },
+  # As published: the pattern along tokens, too, and 5% dense neurons.
+  **{
+    f'neuron_level_{v}x2x{m}': _neuron_level(f'{v}:2:{m}', f'{v}:2:{m}', f'{v}:2:{m}', 0.05)
+    for v, m in ((128, 8), (128, 16), (64, 8))
+  },
+  'neuron_level_128x2x8_dense_neurons': _neuron_level('128:2:8, 20% dense neurons', '128:2:8', '128:2:8', 0.2),
 }  # fmt: skip
 
 
@@ -97,7 +111,7 @@ class Case:
 CASES = {
   'gpt2-124m': Case(
     family='gpt2', size='124m', batch=32, steps=30, layouts=('unrolled', 'scan', 'unrolled+cublas'),
-    methods=(*_LINEAR, 'mst'),
+    methods=(*_LINEAR, 'mst', 'mst_24'),
   ),
   'gpt2-774m': Case(
     family='gpt2', size='774m', batch=24, steps=14, layouts=('unrolled', 'unrolled+cublas')
@@ -123,6 +137,16 @@ CASES = {
   # Many short sequences: V tokens of one position are a block.
   'gpt2-1300m-relu2': Case(
     family='gpt2', size='1300m', batch=128, steps=8, layouts=('unrolled', 'unrolled+cublas'),
-    fields=dict(mlp='relu2', seq_len=256), methods=('dense', 'neuron_level_64', 'neuron_level_128'),
+    fields=dict(mlp='relu2', seq_len=256),
+    methods=(
+      'dense', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128x2x8', 'neuron_level_128x2x16',
+      'neuron_level_128x2x8_dense_neurons',
+    ),
+  ),
+  # Six layers of width 4,096.
+  'gpt2-wide-relu2': Case(
+    family='gpt2', size='wide', batch=128, steps=8, layouts=('unrolled', 'unrolled+cublas'),
+    fields=dict(mlp='relu2', seq_len=256),
+    methods=('dense', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128x2x8', 'neuron_level_128x2x16'),
   ),
 }  # fmt: skip

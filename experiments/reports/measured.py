@@ -1,6 +1,7 @@
 """Smaller tables of the documents, each of one file of records: matmuls, a step under a profiler, compiling, meshes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+import statistics
 from typing import Any
 
 import numpy as np
@@ -40,49 +41,51 @@ def matmuls() -> str:
   """
   records = provenance.read('sparse_matmul.jsonl?headline=True')
   rows, seen = [], set()
-  for r in sorted(records, key=lambda r: r['device']):
+  for many in speed.by_process(sorted(records, key=lambda r: r['device'])):
+    r = many[0]
     fp8 = 'float8' in r['dtype']
-    over = _over_dense(r, 'dense_fp8' if fp8 else 'dense')
+    over = _over_dense(many, 'dense_fp8' if fp8 else 'dense')
     if not any(over) or (samples := tuple(r['samples_ms'])) in seen:
       continue
     seen.add(samples)
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
-    sparselt, loops = r['baselines'].get('cusparselt', {}), r.get('sustained_ms')
+    in_loops = [r['tflops'] * r['median_ms'] / r['sustained_ms'] for r in many if r.get('sustained_ms')]
+    tflops = [f'{statistics.median(found):,.0f}' if found else '' for found in ([r['tflops'] for r in many], in_loops)]
     rows.append([
-      _gpu(r), ', '.join(filter(None, (sizes, _ROLES[r['role']]))),
-      'FP8' if fp8 else r['dtype'], f'{r["tflops"]:,.0f}',
-      f'{r["tflops"] * r["median_ms"] / loops:,.0f}' if loops else '', *over,
-      *_ratios(sparselt, r),
+      _gpu(r), ', '.join(filter(None, (sizes, _ROLES[r['role']]))), 'FP8' if fp8 else r['dtype'],
+      *tflops, *over, *_times(many, 'cusparselt'), len(many),
     ])  # fmt: skip
   head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt', 'sustained')
-  return table(head, rows)
+  return table((*head, 'processes'), rows)
 
 
 def _gpu(record: Record) -> str:
   return record['device'].removeprefix('NVIDIA ').split()[0]
 
 
-def _over_dense(record: Record, dense: str) -> list[str]:
+def _over_dense(many: Sequence[Record], dense: str) -> list[str]:
   """Of `_OVER_DENSE`: how many times as fast as dense, empty where it was not measured."""
-  twins = (record['baselines'].get(name, {}) for name in (f'{dense}_without_zeros', dense))
-  return [ratio for twin in twins for ratio in _ratios(twin, record)]
+  return [ratio for twin in (f'{dense}_without_zeros', dense) for ratio in _times(many, twin)]
 
 
-def _ratios(twin: Record, record: Record) -> list[str]:
+def _times(many: Sequence[Record], twin: str) -> list[str]:
   """How many times as fast as a twin, in bursts and in loops; empty where it was not measured."""
-  keys = ('median_ms', 'sustained_ms')
-  return [f'{twin[key] / record[key]:.2f}' if twin.get(key) and record.get(key) else '' for key in keys]
+  pairs = [(r['baselines'].get(twin, {}), r) for r in many]
+  return [
+    speed.spread(other[key] / own[key] for other, own in pairs if other.get(key) and own.get(key))
+    for key in ('median_ms', 'sustained_ms')
+  ]
 
 
 def vnm_matmuls() -> str:
   """V:N:M matmuls: milliseconds, and how many times as fast as dense on numbers without zeros and with the matmul's."""
-  records = provenance.read('vnm_matmul.jsonl')
   rows = []
-  for r in records:
+  for many in speed.by_process(provenance.read('vnm_matmul.jsonl')):
+    r = many[0]
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
-    rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{r["median_ms"]:.3f}', *_over_dense(r, 'dense')])
-  head = ('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE)
-  return table(head, rows)
+    ms = statistics.median(r['median_ms'] for r in many)
+    rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{ms:.3f}', *_over_dense(many, 'dense'), len(many)])
+  return table(('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE, 'processes'), rows)
 
 
 def attention() -> str:
@@ -92,12 +95,16 @@ def attention() -> str:
   patterns = ('local', 'fixed', 'combined', 'strided')
   rows = []
   for length, batch in shapes:
-    here = {r['pattern']: r for r in records if r['shape']['length'] == length}
-    full = [here[name]['baselines']['full']['median_ms'] for name in patterns]
-    times = [each / here[name]['median_ms'] for each, name in zip(full, patterns, strict=True)]
-    own = [f'{here[name]["median_ms"]:.2f}' for name in patterns]
-    rows.append([f'{batch} x {length}', *own, f'{np.mean(full):.2f}', f'{min(times):.1f} to {max(times):.1f}'])
-  return table(('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster'), rows)
+    here = [many for many in speed.by_process(records) if many[0]['shape']['length'] == length]
+    of = {many[0]['pattern']: many for many in here}
+    times = [statistics.median(speed.ratios(r)['full'] for r in of[name]) for name in patterns]
+    own = [f'{statistics.median(map(speed.milliseconds, of[name])):.2f}' for name in patterns]
+    full = np.mean([statistics.median(r['baselines']['full']['median_ms'] for r in many) for many in here])
+    rows.append([
+      f'{batch} x {length}', *own, f'{full:.2f}', f'{min(times):.1f} to {max(times):.1f}', min(map(len, here))
+    ])  # fmt: skip
+  head = ('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster', 'processes')
+  return table(head, rows)
 
 
 def profile() -> str:
@@ -175,20 +182,22 @@ def runs() -> str:
 
 def meshes() -> str:
   """Blocks and steps on two GPUs."""
-  records = [r for r in provenance.read('mesh.jsonl?bench=mesh') if not r['xla_flags']]
   rows = []
-  for r in records:
-    dense, shape, whole = r['baselines']['dense'], r['shape'], r['sharding'] == 'whole'
+  for many in speed.by_process(r for r in provenance.read('mesh.jsonl?bench=mesh') if not r['xla_flags']):
+    r = many[0]
+    shape, whole = r['shape'], r['sharding'] == 'whole'
     if r['op'] == 'ffn':
       what = f'{r["activation"]} block, ' + ' x '.join(str(shape[size]) for size in ('tokens', 'd', 'hidden'))
     else:
       what = f'step of {r["model"]}, {shape["batch"]} x {shape["length"]}'
+    twins = [r['baselines']['dense'] for r in many]
     rows.append([
-      what, 'tokens' if whole else 'tokens, weights, moments, masks', f'{r["median_ms"]:.1f}',
-      f'{dense["median_ms"]:.1f}', f'{dense["median_ms"] / r["median_ms"]:.2f}',
-      *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, dense)),
+      what, 'tokens' if whole else 'tokens, weights, moments, masks',
+      *(f'{statistics.median(each["median_ms"] for each in twin):.1f}' for twin in (many, twins)),
+      speed.spread(speed.ratios(r)['dense'] for r in many),
+      *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, twins[0])), len(many),
     ])  # fmt: skip
-  head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense')
+  head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense', 'processes')
   return table(head, rows)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 import json
 from pathlib import Path
+import statistics
 from typing import Any
 
 from experiments.reports import charts
@@ -46,6 +47,32 @@ def identity(record: Record) -> list[Any]:
   keys += ' mode remat mesh sharding xla_flags'
   keys += ' layout process'  # of `best_steps`
   return [record.get(key) for key in keys.split()]
+
+
+def by_process(records: Iterable[Record]) -> list[list[Record]]:
+  """Records of one thing together, each of another process; things in the order of their first records.
+
+  >>> rows = [{'op': op, 'process': process} for process in (0, 1) for op in 'ab']
+  >>> [[row['process'] for row in many] for many in by_process(rows)]
+  [[0, 1], [0, 1]]
+  """
+  found: dict[str, list[Record]] = {}
+  for record in records:
+    found.setdefault(json.dumps(identity({**record, 'process': None}), sort_keys=True), []).append(record)
+  return list(found.values())
+
+
+def spread(values: Iterable[float | None], digits: int = 2) -> str:
+  """The median of what several processes found, with its range where they differ; empty if it was not measured.
+
+  >>> spread([1.5, 1.52, 1.49]), spread([1.5, None]), spread([None])
+  ('1.50 (1.49 to 1.52)', '1.50', '')
+  """
+  found = sorted(value for value in values if value)
+  if not found:
+    return ''
+  text, *ends = (f'{value:,.{digits}f}' for value in (statistics.median(found), found[0], found[-1]))
+  return text if ends[0] == ends[1] else f'{text} ({ends[0]} to {ends[1]})'
 
 
 def pattern(record: Record) -> str:
@@ -104,46 +131,46 @@ _PROGRAMS = {'ffn': 'feed-forward block', 'train_step': 'training step'}
 def markdown(records: Sequence[Record]) -> str:
   """Blocks and steps, the table of `docs/speed.md`; the device with most of them is named once, others in their rows.
 
-  The lower figure of bursts and a trace.
+  The lower figure of bursts and a trace, and of several processes the median, with its range.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}}, 'commit': None}
   >>> step = {'bench': 'train_step', 'recipe': 's_ste_fp8', 'model': 'gpt2', 'shape': {'batch': 8, 'length': 4}}
   >>> print(markdown([step | row | {'device': 'NVIDIA A100'}]))
   On one NVIDIA A100:
   <BLANKLINE>
-  | what | method | sparse, ms | dense, ms | times faster |
-  |---|---|---|---|---|
-  | training step, gpt2, 8 x 4 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |
+  | what | method | sparse, ms | dense, ms | times faster | dense FP8, ms | times faster | processes |
+  |---|---|---|---|---|---|---|---|
+  | training step, gpt2, 8 x 4 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |  |  | 1 |
   """
   main, *others = _devices(records)
   lines = [f'On one {main}{", where a row names no other" if others else ""}:', '']
-  lines += ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
+  lines += ['| what | method | sparse, ms | dense, ms | times faster | dense FP8, ms | times faster | processes |']
+  lines += ['|---|---|---|---|---|---|---|---|']
   for bench, name in _PROGRAMS.items():
     for device in (main, *others):
       where = '' if device == main else f', {device}'
       here = [record for record in records if record['bench'] == bench and record.get('device') == device]
-      lines += [_row(name, record, where) for record in here]
+      lines += [_row(name, many, where) for many in by_process(here)]
   return '\n'.join(lines)
 
 
-def _row(name: str, record: Record, where: str) -> str:
-  shape, bursts, found, sustained = record['shape'], ratios(record), lower(record), traced(record)
+def _row(name: str, many: Sequence[Record], where: str) -> str:
+  record, shape = many[0], many[0]['shape']
   sizes = ('tokens', 'd', 'hidden') if record['bench'] == 'ffn' else ('batch', 'length')
   kind = record['activation'] if record['bench'] == 'ffn' else record['model']
 
-  def faster(baseline: str) -> str:
-    text, burst = f'{found[baseline]:.2f}', f'{bursts[baseline]:.2f}'
-    text = f'**{text}**' if baseline == 'dense' else text
-    if record['bench'] == 'ffn' and baseline not in sustained:
-      return f'{text} (bursts alone)'
-    return text if burst in text else f'{text} ({burst} in bursts)'
+  def ms(twin: str) -> str:
+    twins = [r['baselines'][twin]['median_ms'] for r in many if twin in r['baselines']]
+    return f'{statistics.median(twins):.2f}' if twins else ''
 
-  dense, times = f'{record["baselines"]["dense"]["median_ms"]:.2f}', faster('dense')
-  if 'dense_fp8' in found:
-    dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
-    times += f'; over FP8 {faster("dense_fp8")}'
+  times, over_fp8 = (spread(lower(r).get(twin) for r in many) for twin in ('dense', 'dense_fp8'))
+  median, _, rest = times.partition(' ')
   what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}{where}'
-  return f'| {what} | {_method(record)} | {milliseconds(record):.2f} | {dense} | {times} |'
+  cells = (
+    what, _method(record), f'{statistics.median(map(milliseconds, many)):.2f}',
+    ms('dense'), f'**{median}** {rest}'.strip(), ms('dense_fp8'), over_fp8, len(many),
+  )  # fmt: skip
+  return f'| {" | ".join(map(str, cells))} |'
 
 
 def _method(record: Record) -> str:
@@ -186,13 +213,16 @@ def figure_rows(
   def short(record: Record) -> str:
     return _method(record).replace(', bfloat16', '').replace('neuron level', 'V:N:M')
 
+  def rows(records: Iterable[Record], what: str) -> list[tuple[str, float]]:
+    return [
+      (what.format(short(many[0]), many[0].get('model'), str(many[0].get('activation')).replace('_', ' ')),
+       statistics.median(lower(r)['dense'] for r in many))
+      for many in by_process(records)
+    ]  # fmt: skip
+
   groups = {
-    'Feed-forward block, 16384 x 4096 x 16384, forward and backward': [
-      (f'{short(r)}, {r["activation"].replace("_", " ")}', lower(r)['dense']) for r in blocks
-    ],
-  } | (at_best or {
-    'Training step, optimizer included': [(f'{r["model"]}, {short(r)}', lower(r)['dense']) for r in steps],
-  })  # fmt: skip
+    'Feed-forward block, 16384 x 4096 x 16384, forward and backward': rows(blocks, '{0}, {2}'),
+  } | (at_best or {'Training step, optimizer included': rows(steps, '{1}, {0}')})
   return {name: [(what, round(times, 2)) for what, times in rows] for name, rows in groups.items() if rows}
 
 

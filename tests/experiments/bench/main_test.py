@@ -29,13 +29,14 @@ exec(then)
 """
 
 
-def measured(record, text='0.5 ms', then='', seconds=30):
+def measured(record, text='0.5 ms', then='', seconds=30, processes=1):
   """A measurement by the program above, which is not a module."""
   command = shlex.join([json.dumps(record), text, then])
   arguments = bench.Measurement(command, seconds).arguments(Path('OUT'))[2:]
   return mock.Mock(
-    command=command, seconds=seconds, arguments=lambda out: [sys.executable, '-c', PROGRAM, *arguments[:-1], str(out)]
-  )
+    command=command, seconds=seconds, processes=processes,
+    arguments=lambda out: [sys.executable, '-c', PROGRAM, *arguments[:-1], str(out)],
+  )  # fmt: skip
 
 
 def quiet(function, *args):
@@ -95,6 +96,17 @@ class RunTest(parameterized.TestCase):
       self.assertEqual(missing, 1)
       self.assertIn('silent: failed, no record', printed)
 
+  def test_what_is_timed_is_timed_by_several_processes_in_both_orders(self):
+    measurements = {name: measured({'bench': name}, processes=3) for name in ('a', 'b')} | {'check': measured({})}
+    missing, printed = self.run_with(measurements)
+    self.assertEqual(missing, 0)
+    order = [line.partition(':')[0] for line in printed.splitlines()]
+    self.assertEqual(order, ['a-0', 'b-0', 'check', 'b-1', 'a-1', 'a-2', 'b-2'])
+    for process in range(3):
+      self.assertEqual(bench._read(self.folder / f'a-{process}.jsonl'), [{'bench': 'a', 'process': process}])
+    self.assertEqual((self.folder / 'check.jsonl').read_text(), '{}\n')
+    self.assertEqual(self.run_with(measurements)[1].count('finished before'), 7)
+
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
   @pytest.mark.few
   def test_nothing_runs_on_when_it_is_ended(self, number):
@@ -103,7 +115,7 @@ import json, pathlib, signal, sys
 from unittest import mock
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without
 from experiments.bench import __main__ as bench
-sleeper = mock.Mock(command='', seconds=60)
+sleeper = mock.Mock(command='', seconds=60, processes=1)
 code = 'import os, sys, time; open(sys.argv[1], "w").write(str(os.getpid())); time.sleep(60)'
 sleeper.arguments = lambda out: [sys.executable, '-c', code, str(out)]
 bench.MEASUREMENTS = {{'sleeper': sleeper}}
@@ -138,7 +150,7 @@ bench.run(['sleeper'], pathlib.Path({str(self.folder)!r}), 100)
     self.assertIn('gpt2-1558m ', printed)
     self.assertNotIn('mesh', printed)
     _, printed = quiet(bench.main, ['run', '--list', '--select', 'fsdp'])
-    self.assertEqual(printed.split()[:3], ['fsdp', '420', 's'])
+    self.assertEqual(printed.split()[:5], ['fsdp', '3', 'x', '420', 's'])
 
   def test_needs_a_folder(self):
     with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit):
@@ -185,6 +197,16 @@ class KeepTest(absltest.TestCase):
     self.assertEqual(self.read(folder / 'blocks.jsonl'), [new[0], other, new[1]])
     self.assertEqual(self.read(folder / 'verify.jsonl'), [new[4], new[3]])
     self.assertEqual((folder / 'attention.jsonl').stat().st_mtime_ns, before)
+
+  def test_records_of_three_processes_take_the_place_of_one_that_does_not_say_its_process(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    block = {'bench': 'ffn', 'device': 'H', 'op': 'ffn'}
+    self.write(folder / 'blocks.jsonl', block)
+    for ms in (1.0, 2.0):  # twice, and later sessions replace process by process
+      new = [block | {'process': process, 'median_ms': ms} for process in range(3)]
+      self.write(folder / 'new' / 'a.jsonl', *new)
+      self.assertEqual(bench.keep([folder / 'new' / 'a.jsonl'], folder), {'blocks.jsonl': 3})
+      self.assertEqual(self.read(folder / 'blocks.jsonl'), new)
 
   def test_a_new_record_goes_to_those_of_its_recipe(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

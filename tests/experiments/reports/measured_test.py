@@ -24,11 +24,16 @@ class MeasuredTest(absltest.TestCase):
         'dense_without_zeros': {'median_ms': 3.0, 'sustained_ms': 4.0},
       },
     }  # fmt: skip
-    head, _, *rows = made(measured.matmuls, [record, record | {'role': 'input_grad'}, record | {'baselines': {}}])
+    named_twice, without = record | {'role': 'input_grad'}, record | {'dtype': 'float32', 'baselines': {}}
+    head, _, *rows = made(measured.matmuls, [record, named_twice, without])
     self.assertEqual(head[0], 'GPU')
     # 8 TFLOP/s in 2 ms are 6.4 in 2.5. Dense with and without zeros stand apart.
-    own = ['H200', '1000 x 2000 x 4000, forward', 'bfloat16', '8', '6', '1.50', '1.60', '1.40', '1.10', '1.05']
+    own = ['H200', '1000 x 2000 x 4000, forward', 'bfloat16', '8', '6', '1.50', '1.60', '1.40', '1.10', '1.05', '', '1']
     self.assertEqual(rows, [own])
+    # Three processes: the median and the range of what each of them found.
+    others = [record | {'process': i, 'samples_ms': [ms], 'median_ms': ms} for i, ms in ((1, 1.6), (2, 2.4))]
+    (row,) = made(measured.matmuls, [record | {'process': 0}, *others])[2:]
+    self.assertEqual((row[5], row[6], row[-1]), ('1.50 (1.25 to 1.88)', '1.60', '3'))
 
   def test_mask_searches_have_a_row_for_each_model(self):
     record = {'model': 'm', 'recipe': 'transposable_srste', 'device': 'NVIDIA H200', 'search_ms': 4.0}
