@@ -94,6 +94,8 @@ _RACES = {
   '124m, short': ('race_h200_124m_short.jsonl', '124m_short, rotary_qk_norm, 1,600 steps each'),
   '124m, BPE': ('race_h200_124m_bpe.jsonl', '124m, rotary_qk_norm, 1,200 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
+  '124m, long, rates': ('race_h200_124m_long_rates.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
+  '124m, 75 s': ('race_h200_124m_75s.jsonl', '124m, rotary_qk_norm, 75 s each'),
 }
 
 
@@ -178,7 +180,7 @@ def _in_short_at_equal_seconds() -> str:
   return in_short.equal_seconds({
     '40 s, three layers of width 2,048': race('three layers'),
     '40 s, the same on one GPU': race('three layers, one GPU'),
-    '100 s, six layers of width 2,048': race('302m'), '300 s, GPT-2 774M': race('774m'),
+    '75 s, GPT-2 124M': race('124m, 75 s'), '100 s, six layers of width 2,048': race('302m'), '300 s, GPT-2 774M': race('774m'),
     '70 s, four layers of width 4,096': race('width 4096'), '70 s, the same on one GPU': race('width 4096, one GPU'),
   })  # fmt: skip
 
@@ -232,6 +234,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 20 minutes': lambda: measured.race_by_the_minute(
       'race_h200_wide2048_3_20_minutes.jsonl', 's_ste_fp8_all', 'half_ffn_fp8', every=4
     ),
+    'race of 75 seconds by seed': lambda: race_by_seed('124m, 75 s', 's_ste_fp8_all_e4m3_exact_down'),
     'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
     'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
@@ -263,6 +266,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of parts at 124m': lambda: trials_of_race('124m, parts'),
     'race of 124m on BPE': lambda: trials_of_race('124m, BPE'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
+    'rates of dense in the long race of 124m': lambda: trials_of_race('124m, long, rates'),
+    'race of 75 seconds': lambda: trials_of_race('124m, 75 s'),
     'race of activations': lambda: trials_of_race('124m, short'),
     'race of all': lambda: trials_of_race('302m, all'),
   },
