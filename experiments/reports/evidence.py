@@ -19,7 +19,8 @@ RESULTS = Path(__file__).parents[1] / 'results'
 # long one has rates that were tuned in shorter runs.
 COMPARISONS = {
   'grid_nano.jsonl': '', 'grid_small.jsonl': '', 'race_h200_124m.jsonl': '', 'race_h200_124m_long.jsonl': '',
-  'race_h200_124m_75s.jsonl': '', 'race_h200_seeds.jsonl': '', 'race_h200_wide2048_3.jsonl': '', 'race_h200_wide2048_3_one_gpu.jsonl': 'one GPU',
+  'race_h200_124m_75s.jsonl': '', 'race_h200_seeds.jsonl': '',
+  'race_h200_wide2048_3.jsonl': '', 'race_h200_wide2048_3_one_gpu.jsonl': 'one GPU',
   'race_h200_774m.jsonl': '',
   'race_h200_wide4096.jsonl': '', 'race_h200_wide4096_one_gpu.jsonl': 'one GPU',
   'grid_activations_small.jsonl': 'squared ReLU',

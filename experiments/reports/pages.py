@@ -180,7 +180,8 @@ def _in_short_at_equal_seconds() -> str:
   return in_short.equal_seconds({
     '40 s, three layers of width 2,048': race('three layers'),
     '40 s, the same on one GPU': race('three layers, one GPU'),
-    '75 s, GPT-2 124M': race('124m, 75 s'), '100 s, six layers of width 2,048': race('302m'), '300 s, GPT-2 774M': race('774m'),
+    '75 s, GPT-2 124M': race('124m, 75 s'), '100 s, six layers of width 2,048': race('302m'),
+    '300 s, GPT-2 774M': race('774m'),
     '70 s, four layers of width 4,096': race('width 4096'), '70 s, the same on one GPU': race('width 4096, one GPU'),
   })  # fmt: skip
 

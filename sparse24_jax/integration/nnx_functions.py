@@ -1,6 +1,7 @@
 """A function of an nnx model as a pure function of its parameters: what `bind`, `check` and `sparsify` trace."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import functools
 from typing import Any
 
 from flax import nnx
@@ -18,35 +19,91 @@ def as_function(
   *,
   prepare: Callable[[nnx.Module], None] = lambda copy: None,
 ) -> Functional:
-  """A call `f(model, *args)`, made with a copy of the model; `finish` puts back what it changed of the variables.
+  """A call `f(model, *args)`, made with copies; `finish` puts back what it changed of their variables.
 
   Args:
     model: holds parameters and whatever else.
     f: called with the copy.
-    args: its other arguments.
+    args: its other arguments; what holds no parameters may hold variables, as `nnx.Rngs` or a cache does.
     kwargs: likewise.
-    prepare: changes the copy before the call.
+    prepare: changes the copy of the model before the call.
 
   Raises:
-    ValueError: an argument beside the model holds variables.
+    ValueError: an argument beside the model holds parameters, or variables of the model.
   """
-  _check_arguments(args, kwargs)
+  beside = _beside((args, kwargs))
+  _check_beside(model, beside)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
   def function(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-    # With the arrays' own variables a change would reach the caller's, from inside the trace.
-    copy = nnx.merge(graphdef, params, rest, copy=True)
+    copy = nnx.merge(graphdef, params, rest)
     prepare(copy)
-    before, graph = _arrays(copy), nnx.graphdef(copy)
-    out = f(copy, *args, **kwargs)
-    return out, _changes(copy, before, graph)
+    return _called(lambda arguments: f(arguments[0], *arguments[1], **arguments[2]), (copy, args, kwargs))
 
-  def finish(result: Any) -> Any:
-    out, changed = result
-    nnx.update(model, changed)
-    return out
+  return Functional(function, params, (rest,), functools.partial(_put_back, [model, *beside]))
 
-  return Functional(function, params, (rest,), finish)
+
+@functional.register(object)
+def _of_arrays(params: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
+  """A call `f(params, *args)`, as of a model: what its other arguments hold changes, too."""
+  if not (beside := _beside((args, kwargs))):
+    return Functional(f, params)
+  _check_beside(None, beside)
+
+  def function(params: Any, *args: Any, **kwargs: Any) -> Any:
+    return _called(lambda arguments: f(params, *arguments[0], **arguments[1]), (args, kwargs))
+
+  return Functional(function, params, finish=functools.partial(_put_back, beside))
+
+
+def _called(f: Callable[[Any], Any], arguments: Any) -> tuple[Any, nnx.State]:
+  """What a call with copies of the arguments returns, and what it changed of those that hold variables."""
+  # With the arrays' own variables a change would reach the caller's, from inside the trace.
+  copies = nnx.clone(_beside(arguments))
+  before, graph, new = _arrays(copies), nnx.graphdef(copies), iter(copies)
+  out = f(jax.tree.map(lambda node: next(new) if _is_held(node) else node, arguments, is_leaf=_stops))
+  return out, _changes(copies, before, graph)
+
+
+def _put_back(nodes: list[Any], result: Any) -> Any:
+  out, changed = result
+  nnx.update(nodes, changed)
+  return out
+
+
+def _beside(arguments: Any) -> list[Any]:
+  """The arguments that hold variables, in their order."""
+  return [node for node in jax.tree.leaves(arguments, is_leaf=_stops) if _is_held(node)]
+
+
+def _is_held(node: Any) -> bool:
+  return isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _stops(node: Any) -> bool:
+  return _is_held(node) or isinstance(node, nnx.State)
+
+
+def _check_beside(model: nnx.Module | None, beside: Iterable[Any]) -> None:
+  """ValueError for parameters beside the model, and for a variable that stands in two places, so is two in a trace."""
+  seen = set() if model is None else set(map(id, _variables(model)))
+  for node in beside:
+    variables = _variables(node)
+    if any(isinstance(variable, nnx.Param) for variable in variables):
+      raise ValueError(
+        f'{type(node).__name__} as an argument beside the model holds parameters, which no rule would match: make both'
+        ' parts of one model; or, where it is not trained, pass nnx.state(...) of it and merge it in the function'
+      )
+    if seen & set(map(id, variables)):
+      raise ValueError(
+        f'{type(node).__name__} as an argument has variables of the model, or of another argument, so that a call would'
+        ' change two copies of them: give it once'
+      )
+    seen.update(map(id, variables))
+
+
+def _variables(node: Any) -> list[nnx.Variable]:
+  return [found for _, found in nnx.iter_graph([node]) if isinstance(found, nnx.Variable)]
 
 
 def sharing_as(tree: Any, like: Any) -> Any:
@@ -71,7 +128,7 @@ def _no_function(model: nnx.Module) -> Callable[..., Any]:
   )
 
 
-def _arrays(model: nnx.Module) -> dict[Any, Any]:
+def _arrays(model: Any) -> dict[Any, Any]:
   return {path: _leaves(variable) for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -84,7 +141,7 @@ def _same(found: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
   return found.keys() == before.keys() and all(found[path] is before[path] for path in found)
 
 
-def _changes(model: nnx.Module, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
+def _changes(model: Any, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
   """Variables with other arrays than before, and new ones; ValueError if anything else of the model is new."""
   after = dict(nnx.to_flat_state(nnx.state(model)))
   changed = {path: v for path, v in after.items() if path not in before or not _same(_leaves(v), before[path])}
@@ -96,18 +153,3 @@ def _changes(model: nnx.Module, before: Mapping[Any, Any], graphdef: nnx.GraphDe
       ' before (model.train(), model.eval(), nnx.pop, say), outside of what bind and sparsify take'
     )
   return nnx.from_flat_state(changed)
-
-
-def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-  """ValueError for what holds state beside the model, whose changes would be lost."""
-
-  def stops(node: Any) -> bool:
-    return isinstance(node, nnx.Pytree | nnx.Variable | nnx.State)
-
-  for node in jax.tree.leaves((args, dict(kwargs)), is_leaf=stops):
-    if isinstance(node, nnx.Pytree | nnx.Variable):
-      raise ValueError(
-        f'{type(node).__name__} as an argument beside the model: what the function changes of it would be lost. Keep it'
-        ' in the model (nnx.Dropout(..., rngs=rngs)), make it, say a cache, in a function of the model and sparsify'
-        ' that one, or pass arrays and keys'
-      )

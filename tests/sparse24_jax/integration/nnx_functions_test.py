@@ -1,5 +1,7 @@
 """Functions of an nnx model: any layers, against the weights of `project`, and what the call changes of the model."""
 
+import functools
+
 from absl.testing import absltest, parameterized
 from flax import linen as nn
 from flax import nnx
@@ -143,11 +145,76 @@ class StateTest(parameterized.TestCase):
       sparse(model, old, None, X)
 
 
+class Counts(nnx.Module):
+  """What it draws and counts, it is given."""
+
+  def __init__(self, rngs):
+    self.linear, self.drop = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5)
+
+  def __call__(self, x, *, rngs, seen):
+    seen[...] += x.shape[0]
+    return self.drop(self.linear(x), rngs=rngs)
+
+
+def beside():
+  return dict(rngs=nnx.Rngs(dropout=3), seen=nnx.Cache(jnp.zeros((), jnp.int32)))
+
+
+class BesideTest(parameterized.TestCase):
+  """Variables in arguments beside the model change as by a call of the function itself."""
+
+  def check(self, expected, found, run):
+    """Twice, since a second call starts from what the first one left."""
+    own, other = beside(), beside()
+    for _ in range(2):
+      np.testing.assert_allclose(run(found, own), run(expected, other), rtol=1e-5, atol=1e-6)
+    for arguments in (own, other):
+      self.assertEqual((int(arguments['rngs'].dropout.count[...]), int(arguments['seen'][...])), (2, 4))
+
+  def test_of_a_model(self):
+    model = Counts(nnx.Rngs(0))
+    projected = nnx.clone(model)
+    nnx.update(projected, project(nnx.state(model, nnx.Param), s24.bind(STE, lambda m, x: m.linear(x), model, X)))
+    sparse = s24.sparsify(model, STE)
+    for jit in (lambda f: f, nnx.jit):
+      self.check(projected, sparse, jit(lambda model, arguments: model(X, **arguments)))
+
+  def test_of_a_function_of_a_model_or_of_arrays(self):
+    model, dropout = Counts(nnx.Rngs(0)), nnx.Dropout(0.5)
+
+    def of_arrays(params, x, rngs, seen):
+      seen[...] += x.shape[0]
+      return dropout(x @ params['kernel'], rngs=rngs)
+
+    def of_model(model, x, rngs, seen):
+      return model(x, rngs=rngs, seen=seen)
+
+    for f, params in ((of_model, model), (of_arrays, {'kernel': model.linear.kernel[...]})):
+      bound = s24.bind(STE, f, params, X, **beside())
+      sparse = s24.sparsify(f, bound)
+      weights = nnx.state(params, nnx.Param) if f is of_model else params
+      variables = variables_of(None, bound, weights)
+      projected = nnx.clone(params) if f is of_model else project(params, bound)
+      if f is of_model:
+        nnx.update(projected, project(weights, bound))
+      self.check(
+        functools.partial(f, projected, X), functools.partial(sparse, params, variables, None, X),
+        lambda call, arguments: call(**arguments),
+      )  # fmt: skip
+
+
 class RefusalTest(parameterized.TestCase):
 
-  def test_state_beside_the_model(self):
-    with self.assertRaisesRegex(ValueError, 'Rngs as an argument beside the model.*Keep it in the model'):
-      s24.bind(STE, lambda m, x, rngs: m(x), nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X, nnx.Rngs(0))
+  def test_parameters_beside_the_model(self):
+    model, other = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in (0, 1))
+    with self.assertRaisesRegex(ValueError, 'Linear as an argument beside the model holds parameters.*nnx.state'):
+      s24.bind(STE, lambda m, x, other: m(x) + other(x), model, X, other)
+
+  def test_one_variable_in_two_places(self):
+    model, seen = Stateful(nnx.Rngs(0)), nnx.Cache(jnp.zeros(()))
+    for variables in ((model.norm.mean, seen), (seen, seen)):
+      with self.assertRaisesRegex(ValueError, 'as an argument has variables of the model, or of another argument'):
+        s24.bind(STE, lambda m, x, *variables: m(x), model, X, *variables)
 
   def test_a_function_that_changes_attributes(self):
     model = Stateful(nnx.Rngs(0))
