@@ -94,7 +94,7 @@ def look_beside(traced: Traced, rules: Mapping[str, Rule], lost: Mapping[Place, 
     is_array = jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     other = Mark(inputs=path is None, arrays=is_array, data=is_array and path is None)
     marks.append(Mark(frozenset((path,))) if path in rules else other)
-  results = walk.through(traced.jaxpr, traced.constants, marks)
+  results = walk.through(traced.jaxpr, marks)
   for variable, mark in zip(traced.jaxpr.outvars, results, strict=True):
     is_array = _ndim(variable) > 0
     by = (is_array and mark.added) or ((mark.after or len(results) == 1) and mark.scaled)
@@ -138,10 +138,11 @@ class _Walk(NamedTuple):
       _tell(self.problems, path, text)
     return sorted(each for each in sums if each[0] in self.projected and each not in self.texts)
 
-  def through(self, jaxpr: Any, constants: Sequence[Any], marks: Sequence[Mark]) -> list[Mark]:
+  def through(self, jaxpr: Any, marks: Sequence[Mark]) -> list[Mark]:
     known: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
-    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-      known[variable] = Mark(arrays=jnp.size(constant) > 1, data=jnp.size(constant) > 1)
+    for variable in jaxpr.constvars:
+      many = math.prod(variable.aval.shape) > 1
+      known[variable] = Mark(arrays=many, data=many)
 
     def read(atom: Any) -> Mark:
       return _NONE if _jax.is_literal(atom) else known[atom]
@@ -200,7 +201,7 @@ class _Walk(NamedTuple):
 
   def _inside(self, equation: Any, jaxpr: Any, given: Sequence[Mark]) -> list[Mark]:
     with _jax.inside(equation):
-      return self.through(*_jax.open_jaxpr(jaxpr), given)
+      return self.through(_jax.open_jaxpr(jaxpr)[0], given)
 
   def _loop(
     self, equation: Any, body: Any, constants: Sequence[Mark], carried: Sequence[Mark], scanned: Sequence[Mark]
