@@ -212,6 +212,10 @@ CONTENDERS: Mapping[str, Contender] = {
   'half_ffn_s_ste_fp8_all_e4m3': of(
     's_ste_fp8_all', 'gradients in e4m3', 'FFN half as wide', kwargs=_E4M3, model=_HALF
   ),
+  'half_ffn_s_ste_fp8_all_e4m3_exact_down': of(
+    's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', 'FFN half as wide',
+    kwargs=_E4M3 | _EXACT_DOWN, model=_HALF,
+  ),
   'quarter_ffn_fp8': of('dense', 'FFN a quarter as wide', 'in FP8', model=_QUARTER, fp8=LINEAR),
   'quarter_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN a quarter as wide', model=_QUARTER),
   'eighth_ffn_fp8': of('dense', 'FFN an eighth as wide', 'in FP8', model=_EIGHTH, fp8=LINEAR),
