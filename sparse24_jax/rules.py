@@ -281,19 +281,22 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   for path, rule in matched.items():
     if count[path] > 1:
       raise ValueError(f'{count[path]} parameters have the path {path!r}: a slash in a name is read as a folder')
-    projection, layout = rule.policy.projection, layouts.get(path) or Layout.standard(weights[path].ndim)
+    projection, layout = rule.policy.projection, layouts.get(path)
     check_groups(path, weights[path], projection, layout)
-    if projection is not None and not layout.is_standard:
+    if projection is not None and layout is not None and not layout.is_standard:
       policy = dataclasses.replace(rule.policy, projection=stored_as(projection, layout))
       matched[path] = dataclasses.replace(rule, policy=policy)
   return matched
 
 
-def check_groups(path: str, leaf: Any, projection: Projection | None, layout: Layout) -> None:
-  """ValueError unless a weight, and each of its shards where they are known, holds whole groups of its projection."""
+def check_groups(path: str, leaf: Any, projection: Projection | None, found: Layout | None) -> None:
+  """ValueError unless a weight, and each of its shards where they are known, holds whole groups of its projection.
+
+  Along the axes that `bind` found, or as a weight `[stacked..., in, out]`.
+  """
   if projection is None:
     return
-  shape = tuple(leaf.shape)
+  shape, layout = tuple(leaf.shape), found or Layout.standard(leaf.ndim)
   name = path if layout.is_standard else f'{path} of shape {shape}, as [in, out]'
   check_floating(leaf, path)
   try:
@@ -301,7 +304,7 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, layout: La
   except ValueError as error:
     dense = f'or leave it dense: recipe.with_dense({re.escape(path)!r})'
     # Where no choice of axes has whole groups the shape is at fault, not the layout.
-    if not layout.is_standard or len(shape) < 3 or math.prod(shape) % math.prod(projection.divisor):
+    if found is not None or len(shape) < 3 or math.prod(shape) % math.prod(projection.divisor):
       raise ValueError(f'{error}, {dense}') from error
     raise ValueError(
       f'{error}: by itself a recipe takes a weight for [stacked..., in, out]; what the model contracts,'

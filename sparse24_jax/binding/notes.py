@@ -18,15 +18,31 @@ from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.recipe import Rule
 
+_JOINS = (
+  ' joins it with other arrays, or its own parts in another order (multiply by each, or store them as one parameter)'
+)
 _INSTEAD = {
-  'concatenate': ' joins it with other arrays (multiply by each, or store them as one parameter)',
-  'stack': ' joins it with other arrays (multiply by each, or store them as one parameter)',
-  'broadcast_in_dim': ' repeats it (in a loop each turn may read it itself: jax.lax.scan(f, x, None, length=n))',
-  'conv_general_dilated': ' is a convolution, and no matmul',
-  'gather': ' looks rows up, or a matrix for each token (of experts: jax.lax.ragged_dot, or all by einsum)',
+  'concatenate': _JOINS,
+  'stack': _JOINS,
+  'broadcast_in_dim': (
+    ' repeats it (repeat what its matmul gives; in a loop each turn may read it itself: jax.lax.scan(f, x, None,'
+    ' length=n))'
+  ),
+  'conv_general_dilated': (
+    ' is a convolution, and no matmul (of patches that do not overlap: reshape the input to patches, and multiply)'
+  ),
+  'gather': (
+    ' looks rows up, puts them in another order, or takes a matrix for each token (layers in an order of yours: scan'
+    ' over their numbers and read w[i]; rows or columns: reorder what the matmul is given, or gives; experts:'
+    ' jax.lax.ragged_dot, or all by einsum)'
+  ),
+  'rev': ' turns it round (layers: jax.lax.scan(..., reverse=True); else turn what the matmul is given, or gives)',
+  'what a cond returns': ' (put the matmul into its branches)',
+  'pad': ' adds entries to it (pad what the matmul is given, or gives)',
 }
 _BEFORE = {
   'add': ' (where it adds a low rank: x @ w + (x @ a) @ b, and not x @ (w + a @ b))',
+  'mul': ' (a scale for each example: (x * s) @ w, and not x @ (s * w))',
 }
 
 

@@ -112,9 +112,15 @@ class MessagesTest(parameterized.TestCase):
     ('joined', lambda p, x: x @ jnp.concatenate([p['a'], p['b']], 1), 'b of shape .*concatenate at .*joins it with'),
     ('stacked', lambda p, x: x @ jnp.stack([p['a'], p['b']])[0], 'b of shape .*(stack|concatenate) at .*joins it'),
     ('padded', lambda p, x: x @ jnp.pad(p['a'], ((0, 0), (0, 8))) @ jnp.tile(p['b'], 2).T,
-     r'a of shape .*pad at .*stacks_test'),
+     r'a of shape .*pad at .*stacks_test.*pad what the matmul'),
     ('repeated', lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.repeat(p['a'][None], 3, 0))[0] @ p['b'],
      r'a of shape .*broadcast_in_dim at .* repeats it .*jax\.lax\.scan\(f, x, None, length=n\)'),
+    ('turned_round', lambda p, x: x @ p['a'][::-1] @ p['b'], r'a of shape .*rev at .*turns it round .*reverse=True'),
+    ('in_another_order', lambda p, x: x @ p['a'][np.arange(D)[::-1]] @ p['b'], 'a of .*gather at .*in another order'),
+    ('by_example', lambda p, x: jnp.einsum('bi,bio->bo', x, x[:, :, None] * p['a'][None]) @ p['b'],
+     r'a of shape .*mul at .*\(x \* s\) @ w'),
+    ('branches', lambda p, x: x @ jax.lax.cond(x.sum() > 0, lambda w: w, lambda w: 2 * w, p['a']) @ p['b'],
+     'a of shape .*what a cond returns at .*put the matmul into its branches'),
     ('in_8_bits', lambda p, x: x @ p['a'].astype(jnp.float8_e4m3fn).astype(x.dtype) @ p['b'],
      'convert_element_type at .* changes it before a matmul reads it'),
     ('integers', lambda p, x: x @ p['a'].astype(jnp.int8).astype(x.dtype) @ p['b'], 'convert_element_type at'),
@@ -123,6 +129,13 @@ class MessagesTest(parameterized.TestCase):
     params = {'a': jnp.ones((D, D)), 'b': jnp.ones((D, D))}
     with self.assertRaisesRegex(ValueError, message):
       s24.bind(s24.recipes.ste('.*'), f, params, jnp.ones((4, D)))
+
+  def test_a_bound_weight_without_whole_groups_is_not_told_to_bind(self):
+    def f(p, x):
+      return jax.lax.scan(lambda c, w: (c + (x @ w).sum(), None), 0.0, p['w'])[0]
+
+    with self.assertRaisesRegex(ValueError, r"length 2 along axis -1; projection .* multiple of 4, or leave it dense"):
+      s24.bind(s24.recipes.transposable_srste('w', masked_decay=0.0), f, {'w': jnp.ones((3, D, 2))}, jnp.ones((4, D)))
 
   def test_integers_that_a_rule_matches_are_named(self):
     def f(p, x):
