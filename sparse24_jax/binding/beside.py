@@ -59,6 +59,7 @@ class Mark(NamedTuple):
   products: frozenset[Product] = frozenset()
 
 
+_WRITES = ('swap', 'addupdate')
 _NONE = Mark()
 _MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
 # What holds the entries of its operands.
@@ -151,6 +152,9 @@ class _Walk(NamedTuple):
       out = self._equation(equation, [read(atom) for atom in equation.invars])
       for variable, mark in zip(equation.outvars, out, strict=True):
         known[variable] = mark if _ndim(variable) else _number(mark)
+      if _jax.name_of(equation) in _WRITES:  # a Ref, which has what was written to it from here on
+        ref, written = equation.invars[:2]
+        known[ref] = _union([known[ref], read(written)])
     return [read(atom) for atom in jaxpr.outvars]
 
   def _equation(self, equation: Any, given: list[Mark]) -> Sequence[Mark]:

@@ -229,21 +229,33 @@ def _origin(w: Any) -> Any:
   return _origin(w.primal) if hasattr(w, 'primal') else w
 
 
+class Changed(NamedTuple):
+  """What a call changes of variables, its model's and its arguments': counters go on where a result is `spoiled`."""
+
+  values: Any
+
+
 def spoiled(out: Any, fine: Array) -> Any:
   """A result that nobody takes for one, unless it is fine; booleans stay, and so do random keys.
 
   Its floating-point numbers are NaN, and their gradients. Integers, tokens say, are the least of their dtype, or where
-  that is 0 the largest.
+  that is 0 the largest, but for those in `Changed`.
   """
   factor = jnp.where(fine, 1.0, jnp.nan)
 
   def one(y: Any) -> Any:
+    if isinstance(y, Changed):
+      return jax.tree.map(number, y)
     dtype = jnp.result_type(y)
     if jnp.issubdtype(dtype, jnp.integer):
       return jnp.where(fine, y, jnp.asarray(jnp.iinfo(dtype).min or jnp.iinfo(dtype).max, dtype))
+    return number(y)
+
+  def number(y: Any) -> Any:
+    dtype = jnp.result_type(y)
     return y * factor.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else y
 
-  return jax.tree.map(one, out)
+  return jax.tree.map(one, out, is_leaf=lambda y: isinstance(y, Changed))
 
 
 def changed(weights: Mapping[str, Array], known: Mapping[str, Known]) -> dict[str, Array]:

@@ -29,7 +29,7 @@ class Functional:
     function: `(params, *rest, *args)`, whose result `finish` takes.
     params: a tree of arrays.
     rest: what else the model holds.
-    finish: puts back what the call changed of the model; returns what `f` does.
+    finish: puts back what the call changed of the model and its other arguments; returns what `f` does.
   """
 
   function: Callable[..., Any]
@@ -104,7 +104,10 @@ def refuse_what_holds_a_module(name: str, model: Any) -> None:
 
 @functools.singledispatch
 def functional(model: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
-  """A tree of arrays is its own parameters; a library whose models hold their state registers what they are."""
+  """A tree of arrays is its own parameters.
+
+  A library registers its models, if these hold their state, and `object`, if arguments of any call may hold some.
+  """
   return Functional(f, model)
 
 

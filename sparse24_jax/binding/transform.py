@@ -60,8 +60,8 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
   """`f(params, *args)` as `g(params, variables, key, *args)`, whose matched weights are sparse.
 
   In a dense phase it is `f` by itself or, where rules have layers in FP8, with these dense in FP8. `variables` are what
-  `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken. `params` may be an nnx model, whose
-  variables change as by a call of `f`.
+  `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken. `params` may be an nnx model. Its
+  variables, and those of nnx in other arguments, change as by a call of `f`.
   """
 
   if hasattr(f, _MADE_SPARSE):
@@ -171,7 +171,8 @@ def run_sparse(
       raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
     for text in itertools.chain.from_iterable(beside.notes.values()):
       _dispatch.log_once(text, 'sparse24_jax', logging.WARNING)
-  return jax.tree.unflatten(traced.structure, out if stale is None else spoiled(out, jnp.logical_not(stale)))
+  result = jax.tree.unflatten(traced.structure, out)
+  return result if stale is None else spoiled(result, jnp.logical_not(stale))
 
 
 def _stale(

@@ -226,7 +226,8 @@ def _measured(
   function = sparse_function(f, bound, phase='sparse')
 
   def loss(params: Any) -> Array:
-    out = function(params, states, jax.random.key(0), *args, **kwargs)
+    copied_args, copied_kwargs = jax.tree.map(lambda a: a, (args, kwargs))  # of what a call may change
+    out = function(params, states, jax.random.key(0), *copied_args, **copied_kwargs)
     floats = [y for y in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
     # Any direction will do; that of a sum is flat where the model ends with a softmax.
     directions = (jax.random.normal(jax.random.key(i), jnp.shape(y)) for i, y in enumerate(floats))

@@ -15,7 +15,7 @@ from flax import linen as nn
 import jax
 
 from sparse24_jax.binding.origin import MADE_OF
-from sparse24_jax.binding.tracing import as_callable
+from sparse24_jax.binding.tracing import as_callable, functional
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, listed, matched_rules, nested, rule_for
@@ -123,7 +123,9 @@ class SparseModule(nn.Module):
       )
       return (out, {}) if scope.mutable is False else out
 
-    out, changed = run_sparse(self.recipe, function, params, own, key, collections, streams, args, kwargs)
+    rest = (collections, streams, args, kwargs)
+    call = functional(params, function, rest, {})
+    out, changed = call.finish(run_sparse(self.recipe, call.function, params, own, key, *rest))
     if capture and method == '__call__' and capture(self, method):  # Flax adds what this call returns
       captured = changed.get('intermediates', {})
       if method in captured:

@@ -26,7 +26,6 @@ from sparse24_jax.integration.nnx_states import (
   fingerprints,
   RNG,
   Sparse,
-  spoiled_changes,
 )
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
@@ -98,10 +97,8 @@ def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
   sparse = getattr(model, ATTRIBUTE)
   key, call = sparse.draw(), as_function(model, function, args, kwargs, prepare=_restore)
   states, fine = sparse.states_of(call.params)
-  out, changed = run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs)
-  if fine is not None:
-    out, changed = spoiled(out, fine), spoiled_changes(changed, fine)
-  return call.finish((out, changed))
+  found = run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs)
+  return call.finish(found if fine is None else spoiled(found, fine))
 
 
 def _states_in(model: nnx.Module) -> Sparse | None:

@@ -1,12 +1,13 @@
 """A function of an nnx model as a pure function of its parameters: what `bind`, `check` and `sparsify` trace."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
 from flax import nnx
 import jax
 
+from sparse24_jax.binding.origin import Changed
 from sparse24_jax.binding.tracing import as_callable, Functional, functional
 
 
@@ -19,103 +20,125 @@ def as_function(
   *,
   prepare: Callable[[nnx.Module], None] = lambda copy: None,
 ) -> Functional:
-  """A call `f(model, *args)`, made with copies; `finish` puts back what it changed of their variables.
+  """A call `f(model, *args)`, made with copies; `finish` puts back what it changed of the variables of all of these.
 
   Args:
     model: holds parameters and whatever else.
     f: called with the copy.
-    args: its other arguments; what holds no parameters may hold variables, as `nnx.Rngs` or a cache does.
+    args: its other arguments, which may hold variables, as `nnx.Rngs` or a cache does, but no parameters.
     kwargs: likewise.
     prepare: changes the copy of the model before the call.
 
   Raises:
     ValueError: an argument beside the model holds parameters, or variables of the model.
   """
-  beside = _beside((args, kwargs))
-  _check_beside(model, beside)
+  given, own = (args, dict(kwargs)), set(map(id, _variables(model)))
+  for variable in (held := _variables(given)):
+    if isinstance(variable, nnx.Param):
+      raise ValueError(
+        'an argument beside the model holds parameters, which no rule would match: make both parts of one model; or,'
+        ' where they are not trained, give a function of the arrays of both'
+      )
+    if id(variable) in own:
+      raise ValueError(
+        f'an argument holds a {type(variable).__name__} of the model, so that a call would change two copies of it:'
+        ' read it from the model, or keep it beside the model alone'
+      )
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-  def function(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-    copy = nnx.merge(graphdef, params, rest)
+  def function(params: Any, rest: Any, /, *args: Any, **kwargs: Any) -> Any:
+    # With the arrays' own variables a change would reach the caller's, from inside the trace.
+    copy = nnx.merge(graphdef, params, rest, copy=True)
     prepare(copy)
-    return _called(lambda arguments: f(arguments[0], *arguments[1], **arguments[2]), (copy, args, kwargs))
+    before, graph = _arrays(copy), nnx.graphdef(copy)
+    out, beside = _watched(functools.partial(f, copy), args, kwargs, given)
+    return out, Changed((_changes(copy, before, graph), beside))
 
-  return Functional(function, params, (rest,), functools.partial(_put_back, [model, *beside]))
+  def finish(result: Any) -> Any:
+    out, ((changed, beside),) = result
+    nnx.update(model, changed)
+    _put_back(held, beside)
+    return out
+
+  return Functional(function, params, (rest,), finish)
 
 
 @functional.register(object)
 def _of_arrays(params: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
-  """A call `f(params, *args)`, as of a model: what its other arguments hold changes, too."""
-  if not (beside := _beside((args, kwargs))):
+  """A call `f(params, *args)` of arrays; `finish` puts back what it changed of variables in the other arguments."""
+  given = (args, dict(kwargs))
+  held = _variables(given)
+  if not (held or _nodes(given)):
     return Functional(f, params)
-  _check_beside(None, beside)
 
-  def function(params: Any, *args: Any, **kwargs: Any) -> Any:
-    return _called(lambda arguments: f(params, *arguments[0], **arguments[1]), (args, kwargs))
+  def function(params: Any, /, *args: Any, **kwargs: Any) -> Any:
+    out, changed = _watched(functools.partial(f, params), args, kwargs, given)
+    return out, Changed(changed)
 
-  return Functional(function, params, finish=functools.partial(_put_back, beside))
+  def finish(result: Any) -> Any:
+    out, (changed,) = result
+    _put_back(held, changed)
+    return out
 
-
-def _called(f: Callable[[Any], Any], arguments: Any) -> tuple[Any, nnx.State]:
-  """What a call with copies of the arguments returns, and what it changed of those that hold variables."""
-  # With the arrays' own variables a change would reach the caller's, from inside the trace.
-  copies = nnx.clone(_beside(arguments))
-  before, graph, new = _arrays(copies), nnx.graphdef(copies), iter(copies)
-  out = f(jax.tree.map(lambda node: next(new) if _is_held(node) else node, arguments, is_leaf=_stops))
-  return out, _changes(copies, before, graph)
+  return Functional(function, params, finish=finish)
 
 
-def _put_back(nodes: list[Any], result: Any) -> Any:
-  out, changed = result
-  nnx.update(nodes, changed)
-  return out
-
-
-def _beside(arguments: Any) -> list[Any]:
-  """The arguments that hold variables, in their order."""
-  return [node for node in jax.tree.leaves(arguments, is_leaf=_stops) if _is_held(node)]
-
-
-def _is_held(node: Any) -> bool:
-  return isinstance(node, nnx.Pytree | nnx.Variable)
-
-
-def _stops(node: Any) -> bool:
-  return _is_held(node) or isinstance(node, nnx.State)
-
-
-def _check_beside(model: nnx.Module | None, beside: Iterable[Any]) -> None:
-  """ValueError for parameters beside the model, and for a variable that stands in two places, so is two in a trace."""
-  seen = set() if model is None else set(map(id, _variables(model)))
-  for node in beside:
-    variables = _variables(node)
-    if any(isinstance(variable, nnx.Param) for variable in variables):
+def _watched(
+  f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any
+) -> tuple[Any, dict[int, Any]]:
+  """What a call returns, and the new values of variables in its arguments, by their number; `given` in their place."""
+  args, kwargs = sharing_as((args, dict(kwargs)), given)
+  held, nodes = _variables((args, kwargs)), _nodes((args, kwargs))
+  before, rest = [_leaves(variable) for variable in held], [_rest(node) for node in nodes]
+  out = f(*args, **kwargs)
+  for node, (graph, arrays) in zip(nodes, rest, strict=True):
+    found, left = _rest(node)
+    if found != graph or any(a is not b for a, b in zip(left, arrays, strict=True)):
       raise ValueError(
-        f'{type(node).__name__} as an argument beside the model holds parameters, which no rule would match: make both'
-        ' parts of one model; or, where it is not trained, pass nnx.state(...) of it and merge it in the function'
+        f'the function changes more of an argument, {type(node).__name__}, than the values of its variables: an'
+        ' attribute, an array that is no variable, or what it holds. Do that outside of what bind and sparsify take'
       )
-    if seen & set(map(id, variables)):
-      raise ValueError(
-        f'{type(node).__name__} as an argument has variables of the model, or of another argument, so that a call would'
-        ' change two copies of them: give it once'
-      )
-    seen.update(map(id, variables))
+  return out, {
+    i: variable.get_raw_value() for i, variable in enumerate(held) if not _same(_leaves(variable), before[i])
+  }
 
 
-def _variables(node: Any) -> list[nnx.Variable]:
-  return [found for _, found in nnx.iter_graph([node]) if isinstance(found, nnx.Variable)]
+def _put_back(held: Sequence[nnx.Variable], changed: Mapping[int, Any]) -> None:
+  for i, value in changed.items():
+    held[i].set_raw_value(value)
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+  """The variables in a tree, in their order, each once."""
+  found = (node for node in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(node))
+  return list({id(variable): variable for variable in found}.values())
+
+
+def _nodes(tree: Any) -> list[nnx.Pytree]:
+  """The outermost objects of nnx in a tree, variables aside."""
+
+  def is_node(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree) and not _is_variable(node)
+
+  return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
+
+
+def _rest(node: nnx.Pytree) -> tuple[Any, list[Any]]:
+  """What an object is beside the values of its variables."""
+  leaves = jax.tree.leaves(node, is_leaf=_is_variable)
+  return nnx.graphdef(node), [leaf for leaf in leaves if not _is_variable(leaf)]
+
+
+def _is_variable(node: Any) -> bool:
+  return isinstance(node, nnx.Variable)
 
 
 def sharing_as(tree: Any, like: Any) -> Any:
   """A tree whose variables are one where those of `like` are: a tree that is taken apart and put together has two."""
-
-  def is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-  nodes, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+  nodes, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
   one: dict[int, nnx.Variable] = {}
-  for i, original in enumerate(jax.tree.leaves(like, is_leaf=is_variable)):
-    if is_variable(original):
+  for i, original in enumerate(jax.tree.leaves(like, is_leaf=_is_variable)):
+    if _is_variable(original):
       nodes[i] = one.setdefault(id(original), nodes[i])
   return structure.unflatten(nodes)
 
@@ -128,7 +151,7 @@ def _no_function(model: nnx.Module) -> Callable[..., Any]:
   )
 
 
-def _arrays(model: Any) -> dict[Any, Any]:
+def _arrays(model: nnx.Module) -> dict[Any, Any]:
   return {path: _leaves(variable) for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -141,7 +164,7 @@ def _same(found: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
   return found.keys() == before.keys() and all(found[path] is before[path] for path in found)
 
 
-def _changes(model: Any, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
+def _changes(model: nnx.Module, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
   """Variables with other arrays than before, and new ones; ValueError if anything else of the model is new."""
   after = dict(nnx.to_flat_state(nnx.state(model)))
   changed = {path: v for path, v in after.items() if path not in before or not _same(_leaves(v), before[path])}

@@ -218,15 +218,6 @@ def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, or
   return origin.fingerprints({path: (w, p.layout_of(w).stacked) for path, (p, w) in sparse.items()})
 
 
-def spoiled_changes(changed: nnx.State, fine: Array) -> nnx.State:
-  """What a forward writes into its model, a cache say, NaN unless it is fine; counters go on."""
-
-  def one(y: Any) -> Any:
-    return origin.spoiled(y, fine) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
-
-  return jax.tree.map(one, changed)
-
-
 def dense_state() -> nnx.State:
   """What `nnx.update(model, ...)` takes in a dense phase, in which there are no states."""
   return nnx.State({ATTRIBUTE: DensePhase()})
