@@ -168,9 +168,9 @@ def run(chosen: Iterable[str], folder: Path, seconds: float) -> int:
       outcome = {0: 'finished', None: 'stopped'}.get(code, f'failed, exit status {code}')
     last = ([''] + log.read_text(errors='replace').splitlines())[-1]
     print(f'{name}: {outcome}, {time.monotonic() - start:.0f} s. {last}'.rstrip(), flush=True)
+    if measurement.processes > 1 and records.exists():
+      _write(records, [record | {'process': process} for record in _read(records)])
     if outcome == 'finished':
-      if measurement.processes > 1:
-        _write(records, [record | {'process': process} for record in _read(records)])
       finished[name] = measurement.command
       (folder / 'finished.new').write_text(json.dumps(finished, indent=2) + '\n')
       (folder / 'finished.new').replace(folder / _FINISHED)
@@ -226,7 +226,8 @@ def _ending_by_exception() -> Iterator[None]:
 def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False) -> dict[str, int]:
   """Puts records among those of `results`: in the place of one that measured the same, else at the end of a file.
 
-  A record of one of several processes takes the place of that process's, or of one that does not say its process.
+  A record of one of several processes takes the place of that process's, or else of one that does not say its process.
+  One that does not say it takes none of theirs: it stays out, as `run` would have said it.
 
   Args:
     paths: JSON-lines files.
@@ -240,7 +241,13 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
   files = {path: _read(path) for path in sorted(results.glob('*.jsonl'))}
   changed = Counter[str]()
   for record in itertools.chain.from_iterable(map(_read, paths)):
-    equal = [(path, i) for path, old in files.items() for i, other in enumerate(old) if _same(record, other)]
+    alike = [(path, i) for path, old in files.items() for i, other in enumerate(old) if _same(record, other)]
+    processes = {place: files[place[0]][place[1]].get('process') for place in alike}
+    equal = [place for place in alike if processes[place] == record.get('process')]
+    equal = equal or [place for place in alike if processes[place] is None]
+    if alike and not equal and record.get('process') is None:
+      print(f'{alike[-1][0].name}, line {alike[-1][1] + 1}, stays: it says its process, and the new record does not')
+      continue
     if equal:
       path, place = equal[-1]  # the one that counts
       if (lost := _lost(record, files[path][place])) and not poorer:
@@ -272,10 +279,11 @@ def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
   path.write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
-def _same(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-  drawn = ('implementation', 'seed') if new['bench'] == 'verify' else ()
-  unsaid = {'process': new.get('process')} if old.get('process') is None else {}
-  return identity(new) == identity({**old, **unsaid}) and all(new.get(key) == old.get(key) for key in drawn)
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+  """Whether two records measured the same, by whichever process."""
+  also = ('implementation', 'seed') if a['bench'] == 'verify' else ()
+  found, other = (identity({**record, 'process': None}) for record in (a, b))
+  return found == other and all(a.get(key) == b.get(key) for key in also)
 
 
 def _lost(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:

@@ -107,6 +107,10 @@ class RunTest(parameterized.TestCase):
     self.assertEqual((self.folder / 'check.jsonl').read_text(), '{}\n')
     self.assertEqual(self.run_with(measurements)[1].count('finished before'), 7)
 
+  def test_what_a_process_wrote_before_it_failed_says_its_process(self):
+    self.run_with({'a': measured({'bench': 'a'}, then='sys.exit(1)', processes=2)})
+    self.assertEqual(bench._read(self.folder / 'a-1.jsonl'), [{'bench': 'a', 'process': 1}])
+
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
   @pytest.mark.few
   def test_nothing_runs_on_when_it_is_ended(self, number):
@@ -207,6 +211,22 @@ class KeepTest(absltest.TestCase):
       self.write(folder / 'new' / 'a.jsonl', *new)
       self.assertEqual(bench.keep([folder / 'new' / 'a.jsonl'], folder), {'blocks.jsonl': 3})
       self.assertEqual(self.read(folder / 'blocks.jsonl'), new)
+
+  def test_a_process_has_one_record_wherever_others_stand(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    block = {'bench': 'ffn', 'device': 'H', 'op': 'ffn'}
+    old = [block | {'process': 0, 'median_ms': 5.0}, block]
+    self.write(folder / 'blocks.jsonl', *old)
+    new = block | {'process': 0, 'median_ms': 7.0}
+    self.write(folder / 'new' / 'a.jsonl', new)
+    for _ in range(2):
+      self.assertEqual(bench.keep([folder / 'new' / 'a.jsonl'], folder), {'blocks.jsonl': 1})
+      self.assertEqual(self.read(folder / 'blocks.jsonl'), [new, block])
+    self.write(folder / 'blocks.jsonl', new)
+    self.write(folder / 'new' / 'a.jsonl', block)
+    changed, printed = quiet(bench.keep, [folder / 'new' / 'a.jsonl'], folder)
+    self.assertEqual((changed, self.read(folder / 'blocks.jsonl')), ({}, [new]))
+    self.assertIn('line 1, stays: it says its process', printed)
 
   def test_a_new_record_goes_to_those_of_its_recipe(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
