@@ -87,7 +87,7 @@ OPTIONS: Sequence[Option] = (
   ),
   Option('squared ReLU, a narrower FFN', None, ('half_ffn_relu2',), only='squared_relu'),
   Option('2:4 activations', 'neuron_level', ('activations_24',), only='tables'),
-  Option('MST', 'mixed_sparsity', ('mixed_sparsity', 'mixed_sparsity_restored', 'mst'), only='flops'),
+  Option('MST', 'mixed_sparsity', ('mixed_sparsity', 'mixed_sparsity_restored', 'mst', 'mst_half_dense'), only='flops'),
   Option('RigL', 'rigl', ('rigl',), only='flops'),
   Option('SET', 'set_', ('set_',), only='flops'),
   Option('static mask', 'static', ('static',), only='flops'),

@@ -55,7 +55,8 @@ def as_function(
     return out, Changed((_changes(copy, before, graph), beside))
 
   def finish(result: Any) -> Any:
-    out, ((changed, beside),) = result
+    out, new = result
+    changed, beside = new.values
     nnx.update(model, changed)
     _put_back(held, beside)
     return out
@@ -76,8 +77,8 @@ def _of_arrays(params: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs
     return out, Changed(changed)
 
   def finish(result: Any) -> Any:
-    out, (changed,) = result
-    _put_back(held, changed)
+    out, new = result
+    _put_back(held, new.values)
     return out
 
   return Functional(function, params, finish=finish)

@@ -250,23 +250,6 @@ class TransformTest(parameterized.TestCase):
     for g in jax.tree.leaves(jax.grad(lambda p: sparse(p, states, None, x).sum())(params)):
       self.assertFalse(np.asarray(g).any())
 
-  def test_a_ref_that_the_function_adds_to(self):
-    """Given, and closed over; binding adds nothing."""
-    w, x = {'w': jax.random.normal(jax.random.key(0), (16, 8))}, jnp.ones((4, 16))
-
-    def counted(w, x, seen):
-      seen[...] += 1
-      return x @ w['w'] * seen[...]
-
-    for given in (True, False):
-      seen = jax.new_ref(jnp.zeros(()))
-      f, args = (counted, (seen,)) if given else (lambda w, x, seen=seen: counted(w, x, seen), ())
-      bound = s24.bind(s24.recipes.ste('w'), f, w, x, *args)
-      sparse, states = s24.sparsify(f, bound), s24.sparse_variables(w, None, bound)
-      one, two = (float(jnp.sum(jax.jit(sparse)(w, states, None, x, *args))) for _ in range(2))
-      self.assertEqual(float(seen[...]), 2)
-      np.testing.assert_allclose(two, 2 * one, rtol=1e-6)
-
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
     params, x = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), arguments('scan'))

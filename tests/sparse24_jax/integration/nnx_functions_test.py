@@ -202,7 +202,6 @@ class BesideTest(parameterized.TestCase):
         lambda call, arguments: call(**arguments),
       )  # fmt: skip
 
-
   def test_in_any_container_and_shared(self):
     """A variable in two arguments, or twice in one, is one. States change too; what is only read may be anything."""
 
