@@ -182,23 +182,6 @@ def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> Sp
   )
 
 
-def in_turns(first: SparseOperand, second: SparseOperand) -> SparseOperand:
-  """64 rows of the first operand, then 64 of the second, and so on: what a gated `sparse_matmul` reads.
-
-  Raises:
-    ValueError: their shapes differ, or their number of rows is no multiple of 64.
-  """
-  check_layout(second, 'second', first.layout)
-  if first.shape != second.shape or first.shape[-2] % 64:
-    raise ValueError(f'operands of shapes {first.shape} and {second.shape} have no equal multiples of 64 rows')
-  *batch, rows, kept = first.values.shape
-  blocks = (x.values.reshape(*batch, rows // 64, 64, kept) for x in (first, second))
-  values = jnp.stack(list(blocks), axis=-3).reshape(*batch, 2 * rows, kept)
-  *_, tiles, threads = first.metadata.shape
-  metadata = jnp.stack([first.metadata, second.metadata], axis=-3).reshape(*batch, rows // 32, tiles, threads)
-  return SparseOperand(values, metadata, first.layout)
-
-
 def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOperand]:
   """The inverse of `concatenate` of two operands of one shape.
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from pallas_kernels.costs import COPY, Move
 from pallas_kernels.gated_activation import costs as activation_costs
-from pallas_kernels.sparse_matmul.call import ROWS_IN_TURN
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
 from sparse24_jax.layer_plan import LayerPlan
@@ -16,10 +15,6 @@ from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Precision, ROLES
 from sparse24_jax.steps import Matmul, Pass, passes, Step
 
-# Back ends whose matmul makes h of a gated block itself, where that was timed to pay.
-_MAKE_GATED: tuple[str, ...] = ()
-# Hidden units that a device then has a multiple of: two turns, with which the kernel begins.
-GATED_UNIT = 2 * ROWS_IN_TURN
 _MAKES = {'forward': 'y', 'input_grad': 'dx', 'weight_grad': 'dW'}
 
 
@@ -55,11 +50,6 @@ class BlockPlan:
     # Positions are stored in tiles of 64 rows.
     joins = self.gate is None or self.up.d_out % 64 == 0
     return whole and joins and self.up.tokens % 4 == 0
-
-  @property
-  def gate_in_matmul(self) -> bool:
-    """Whether the matmul of gate and up-projection makes h; else a pass of its own does."""
-    return self.gate is not None and self.up.backends.forward in _MAKE_GATED and self.up.d_out % GATED_UNIT == 0
 
   @property
   def precision(self) -> Precision:
@@ -104,23 +94,21 @@ class BlockPlan:
       )  # fmt: skip
     x, h, z, wide = self._entries
     precision, gated = self.precision, self.gate is not None
-    by_pass = gated and not self.gate_in_matmul
     # Whatever the activation: squared ReLU alone has no bounded derivative, and one pass more.
-    width, noting = precision.width(wide), precision.notes_amax and not by_pass
+    width, noting = precision.width(wide), precision.notes_amax and not gated
     # What is rounded is kept so; what is not, as the step makes it that writes it.
     kept_h = 0 if precision.scales else h * wide
-    kept_by_pass = kept_h if by_pass else 0
     return (
       *passes('x rounded', precision.rounding(x, wide), x * width), *self._joins(),
-      dataclasses.replace(self._up('forward'), kept=z * wide + (kept_h - kept_by_pass)),
-      # With a gate the activation is a pass of its own, unless the matmul makes it.
-      *passes('h', (activation_costs.gated_activation(h, wide),) if by_pass else (), kept_by_pass),
+      dataclasses.replace(self._up('forward'), kept=z * wide + (0 if gated else kept_h)),
+      # With a gate the activation is a pass of its own.
+      *passes('h', (activation_costs.gated_activation(h, wide),) if gated else (), kept_h),
       *passes(
         'h rounded', precision.rounding(h, wide, scaled=noting and self.up.backends.forward is not None), h * width
       ), self._down('forward'),
       *self.down.prepared('weight_grad', make='dy'), self._down('weight_grad'), self._down('input_grad'),
       *precision.activation_and_sampling(
-        h, wide, gated=gated, scaled=precision.notes_amax and not gated and self.down.backends.input_grad is not None
+        h, wide, gated=gated, scaled=noting and self.down.backends.input_grad is not None
       ),
       self._up('weight_grad'), self._up('input_grad'),
     )  # fmt: skip

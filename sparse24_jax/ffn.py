@@ -228,15 +228,8 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
   precision = plan.precision
   up, down = (dict(backend=layer.backends.forward, dtype=x.dtype) for layer in (plan.up, plan.down))
   rows, amax = precision.rounded(x, keep=keep), None
-  bias = None if biases['up'] is None or not static.gated else biases['up'].reshape(2, -1)
-  if plan.gate_in_matmul:
-    found = linear_layer.multiply_gated(
-      packed['gate'], packed['up'], rows, precision=precision, bias=bias, activation=activation, keep=keep,
-      amax=precision.notes_amax, **up,
-    )
-    h, z = found[0], static.hidden.constrained(found[1], 2) if keep else None
-    amax = found[-1] if precision.notes_amax else None
-  elif static.gated:
+  if static.gated:
+    bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
     z = linear_layer.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
     z = static.hidden.constrained(z, 2)
     h = jax.custom_batching.sequential_vmap(functools.partial(linear_layer.gate, activation=activation))(z)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
-from pallas_kernels.sparse_matmul.call import ROWS_IN_TURN
 from pallas_kernels.two_of_four.mvue import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.layer_plan import LayerPlan
@@ -55,46 +54,6 @@ def _multiply_pair(shard, b, scale, gate, up, bias, *, role, backend, dtype, pre
   z = precision.forward(w, given, backend=backend, dtype=dtype, bias=None if partial else bias)
   z = add_bias(shard.sum(z, 'k'), bias) if partial else z
   return z.reshape(b.shape[0], 2, -1)
-
-
-def multiply_gated(
-  gate: PackedWeight, up: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, precision: Precision,
-  activation: str, keep: bool, amax: bool, bias: Array | None = None,
-) -> list[Array]:  # fmt: skip
-  """h `[tokens, h]` = act(x W_gate) * (x W_up), with `keep` z `[tokens, 2, h]`, with `amax` the largest of |h|.
-
-  One matmul, as `multiply_pair`; `bias` is `[2, h]`.
-  """
-  pair = [precision.reads(p, 'forward', backend) for p in (gate, up)]
-  of_scale = () if x.scale is None else ('',)
-  arguments = ('n k*64', *of_scale, *('m*128 k*32', 'm*2 k .', *of_scale) * 2, *(() if bias is None else ('. m*128',)))
-  results = ('n m*128', *(('n . m*128',) if keep else ()), *(('',) if amax else ()))
-  rule = _partitioning.Rule(arguments, results, order=('n', 'k', 'm'), sums=('k',))
-  found = _partitioning.partitioned(
-    'multiply_gated', _multiply_gated, rule, x.values, x.scale, *pair, bias, backend=backend, dtype=jnp.dtype(dtype),
-    precision=precision, activation=activation, keep=keep, amax=amax,
-  )  # fmt: skip
-  return list(found) if keep or amax else [found]
-
-
-def _multiply_gated(shard, x, scale, gate, up, bias, *, backend, dtype, precision, activation, keep, amax):
-  if shard.sums('k'):
-    how = dict(role='forward', backend=backend, dtype=dtype, precision=precision)
-    z = _multiply_pair(shard, x, scale, gate, up, bias, **how)
-    h = activations.gated_activation(z.reshape(z.shape[0], -1), activation=activation)
-    largest = jnp.max(jnp.abs(h)).astype(jnp.float32) if amax else None
-  else:
-    if bias is not None:
-      bias = bias.reshape(2, -1, ROWS_IN_TURN).swapaxes(0, 1).reshape(-1)
-    found = precision.forward(
-      side_by_side(gate, up, in_turns=True), Rounded(x, None, scale), backend=backend, dtype=dtype, bias=bias,
-      activation=activation, gated=True, keep_preactivation=keep, amax=amax,
-    )  # fmt: skip
-    h, *others = found if keep or amax else (found,)
-    z = others.pop(0).reshape(h.shape[0], 2, -1) if keep else None
-    largest = others.pop() if amax else None
-  made = (h, *((z,) if keep else ()), *((shard.max(largest, 'n', 'm'),) if amax else ()))
-  return made if len(made) > 1 else h
 
 
 def gate(z: Array, *, activation: str) -> Array:

@@ -18,7 +18,7 @@ Role = Literal['forward', 'input_grad', 'weight_grad']
 def multiply(
   role: Role, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
   activation: str | None = None, keep_preactivation: bool = False, scales: tuple[Any, Any] = (None, None),
-  alpha: float = 1.0, amax: bool = False, gated: bool = False, b_layout: str = 'nk', dtype: Any = None,
+  alpha: float = 1.0, amax: bool = False, b_layout: str = 'nk', dtype: Any = None,
 ) -> Any:  # fmt: skip
   """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient from `[k, n]` or `[n, k]`.
 
@@ -28,8 +28,7 @@ def multiply(
   def one(a, b, bias, scales):
     return api.sparse_matmul(
       a, b, bias=bias, a_scale=scales[0], b_scale=scales[1], activation=activation, out_dtype=dtype, b_layout=b_layout,
-      alpha=alpha, out_layout='nm', keep_preactivation=keep_preactivation, amax=amax, gated=gated,
-      implementation=backend,
+      alpha=alpha, out_layout='nm', keep_preactivation=keep_preactivation, amax=amax, implementation=backend,
     )  # fmt: skip
 
   lead = b.shape[:-1] if b_layout == 'nk' else b.shape[-1:]

@@ -10,7 +10,6 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.operand import concatenate, SparseOperand, split
-from pallas_kernels.operand import in_turns as operands_in_turns
 from sparse24_jax.matmuls import Role
 
 E4M3 = jnp.dtype('float8_e4m3fn')
@@ -91,20 +90,16 @@ def with_values(dtype: Any, operand: SparseOperand) -> SparseOperand:
   return dataclasses.replace(operand, values=as_dtype(dtype, operand.values))
 
 
-def side_by_side(gate: PackedWeight, up: PackedWeight, *, in_turns: bool = False) -> PackedWeight:
-  """[W_gate | W_up] of what both hold; in FP8 under the smaller of their scales.
-
-  `in_turns` 64 columns of each follow each other in the operand of the forward, as a gated matmul reads it.
-  """
+def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+  """[W_gate | W_up] of what both hold; in FP8 under the smaller of their scales."""
   assert gate.transposed is None and up.transposed is None, 'no block of dense weights is fused'
-  joined = operands_in_turns if in_turns else functools.partial(concatenate, axis=-2)
   scale = None
   if gate.scale is not None and up.scale is not None:
     scale = jnp.minimum(gate.scale, up.scale)
     gate, up = _rescaled(gate, scale), _rescaled(up, scale)
   return PackedWeight(
     None,
-    None if gate.forward is None or up.forward is None else joined(gate.forward, up.forward),
+    None if gate.forward is None or up.forward is None else concatenate(gate.forward, up.forward, axis=-2),
     None if gate.input_grad is None or up.input_grad is None else concatenate(gate.input_grad, up.input_grad, axis=-1),
     None if gate.dense is None or up.dense is None else jnp.concatenate([gate.dense, up.dense], axis=-1),
     scale=scale,

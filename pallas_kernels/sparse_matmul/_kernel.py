@@ -10,7 +10,6 @@ tile is stored. By `halves='k'` each owns every other stage of all rows, and the
 from collections.abc import Callable
 import dataclasses
 import functools
-import itertools
 import operator
 from typing import Any
 
@@ -240,40 +239,27 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         def store(result, mi, ni):
           # Inverted here: made before, each would be one more kernel to launch.
           factor = functools.reduce(operator.mul, [1 / scalar[0] for scalar in scalars], p.alpha)
-          pieces, per_d = itertools.count(), 1 + p.gated  # rows of A that make one of D
-
-          def first_row(per_row):
-            return mi * (tile_m // per_row) + (0 if by_steps else warpgroup * (c.rows // per_row))
-
-          def preactivation(i, j, column):
-            row = first_row(1) + i * 64
-            chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n]
-            if scalars or p.alpha != 1:
-              chunk = chunk * factor
-            if row_scale is not None:
-              chunk = chunk * _along(row_scale, row, chunk.shape, 0)
-            if column_scale is not None:
-              chunk = chunk * _along(column_scale, column, chunk.shape, 1)
-            return chunk if bias is None else chunk + _along(bias, row, chunk.shape, 0)
-
-          def store_all():
-            for i in range(0, c.rows // 64, per_d):
-              # Of a gate 64 rows of A come before 64 of what it gates, and in Z all of them.
-              row = first_row(per_d) + i // per_d * 64
-              for j in range(c.bn // c.epilogue_n):
-                column = ni * c.bn + j * c.epilogue_n
-                z = [preactivation(i + of, j, column) for of in range(per_d)]
-                # Z first: TMA reads it out of its buffer while the activation is computed.
-                if p.keep_preactivation:
-                  for of, chunk in enumerate(z):
-                    store_piece(chunk, outs[1], row + of * (p.m // 2), column, next(pieces))
-                d = functools.reduce(operator.mul, z[1:], reference.activate(z[0], p.activation))
-                if largest is not None:
-                  ops.note_largest(d, largest.at[consumer_of(cluster)])
-                store_piece(d, outs[0], row, column, next(pieces))
-
-          # Rows of the gate that are none would be rows of what it gates, in Z.
-          _when(first_row(per_d) < p.d_rows if p.gated and p.m % c.cluster_tile[0] else True, store_all)
+          for i in range(c.rows // 64):
+            row = mi * tile_m + (0 if by_steps else warpgroup * c.rows) + i * 64
+            for j in range(c.bn // c.epilogue_n):
+              column = ni * c.bn + j * c.epilogue_n
+              chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n]
+              if scalars or p.alpha != 1:
+                chunk = chunk * factor
+              if row_scale is not None:
+                chunk = chunk * _along(row_scale, row, chunk.shape, 0)
+              if column_scale is not None:
+                chunk = chunk * _along(column_scale, column, chunk.shape, 1)
+              if bias is not None:
+                chunk = chunk + _along(bias, row, chunk.shape, 0)
+              # Z first: TMA reads it out of its buffer while the activation is computed.
+              piece = (i * (c.bn // c.epilogue_n) + j) * num_outs
+              if p.keep_preactivation:
+                store_piece(chunk, outs[1], row, column, piece)
+              d = reference.activate(chunk, p.activation)
+              if largest is not None:
+                ops.note_largest(d, largest.at[consumer_of(cluster)])
+              store_piece(d, outs[0], row, column, piece + num_outs - 1)
 
         def store_piece(values, out, row, column, piece):
           # Wait until TMA has read the oldest piece out of the buffer that comes next.
@@ -290,10 +276,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  heights = (p.d_rows, p.m)[:num_outs]
-  out_types: tuple[jax.ShapeDtypeStruct, ...] = tuple(
-    jax.ShapeDtypeStruct((h, p.n) if p.out_layout == 'mn' else (p.n, h), p.out_dtype) for h in heights
-  )
+  out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)
+  out_types = (out_type,) * num_outs
   if p.amax:
     out_types += (jax.ShapeDtypeStruct((consumers, 4), jnp.float32),)  # of each warp
   partial_type = jax.ShapeDtypeStruct((consumers, c.rows * c.bn), jnp.float32)

@@ -36,7 +36,7 @@ _CTA_BYTES_US, _ALL_BYTES_US, _SUM_US = 60e3, 3e6, 1.5
 
 def reads_only(p: Problem) -> bool:
   """Whether a problem has so few columns, and so large an A, that its time is that of reading A: as in generation."""
-  return p.n <= FEW_COLUMNS and p.m * p.k >= _MUCH_TO_READ and not p.gated
+  return p.n <= FEW_COLUMNS and p.m * p.k >= _MUCH_TO_READ
 
 
 def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:

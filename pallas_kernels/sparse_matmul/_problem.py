@@ -82,7 +82,6 @@ class Problem:
     keep_preactivation: whether D is stored before the activation too.
     alpha: what the accumulator is multiplied with.
     amax: whether the largest magnitude of D is noted.
-    gated: as in `Call`; D is [m / 2, n].
   """
 
   m: int
@@ -101,24 +100,12 @@ class Problem:
   keep_preactivation: bool = False
   alpha: float = 1.0
   amax: bool = False
-  gated: bool = False
-
-  @property
-  def d_rows(self) -> int:
-    """Rows of D."""
-    return self.m // 2 if self.gated else self.m
-
-  def pieces(self, c: Config) -> int:
-    """How many pieces of 64 rows a consumer stores of a tile."""
-    of_sums = c.rows // 64 * c.bn // c.epilogue_n
-    return of_sums * self.keep_preactivation + of_sums // (2 if self.gated else 1)
 
   @property
   def call(self) -> Call:
     """What a back end is asked for."""
     return Call(
-      self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation, self.alpha, self.amax,
-      self.gated,
+      self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation, self.alpha, self.amax
     )
 
   @property
@@ -149,9 +136,8 @@ def check_config(p: Problem, c: Config) -> None:
     ((p.out_layout == 'nm' and p.out_dtype.itemsize < 4) or stored in (32, 64) or stored % 128 == 0,
      f'epilogue_n={c.epilogue_n} columns of {p.out_dtype} are {stored} bytes; 32, 64 or a multiple of 128 are stored'),
     # The cycle of buffers must close with the tile, or a buffer is refilled while TMA still reads it.
-    (p.pieces(c) % c.slots == 0, f'slots={c.slots} must divide the {p.pieces(c)} pieces that a consumer stores'),
-    (not p.gated or (c.rows == 128 and c.halves == 'm'),
-     f"a gate takes rows=128 and halves='m', 64 rows of it and 64 of what it gates, found {c.rows} and {c.halves!r}"),
+    (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
+     f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
     (c.bk in (64, 128), f'bk={c.bk} must be 64 or 128'),
     (c.along in ('m', 'n'), f"along={c.along!r} must be 'm' or 'n'"),
     (c.halves in ('m', 'k'), f"halves={c.halves!r} must be 'm' or 'k'"),
@@ -176,11 +162,10 @@ def check_config(p: Problem, c: Config) -> None:
 def for_outputs(p: Problem, c: Config) -> Config:
   """`c`, which was measured with one output, for the outputs of `p`.
 
-  Z and D go through the buffers in turns; with one for each, none waits until TMA has read another.
+  Z and D go through the buffers in turns; with two of them, neither waits until TMA has read the other.
   """
-  outputs = 1 + p.keep_preactivation * (2 if p.gated else 1)
-  found = (dataclasses.replace(c, slots=slots) for slots in (max(c.slots, outputs), outputs, 1))
-  return next((d for d in found if fits(p, d)), c)
+  two = dataclasses.replace(c, slots=2)
+  return two if p.keep_preactivation and c.slots == 1 and fits(p, two) else c
 
 
 def fits(p: Problem, c: Config) -> bool:

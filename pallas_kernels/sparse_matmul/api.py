@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _checks, _device, _dispatch, _partitioning, _records, formats, operand
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import reference
-from pallas_kernels.sparse_matmul.call import Call, ROWS_IN_TURN, Vectors
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 OP = 'sparse_matmul'
@@ -40,7 +40,6 @@ def sparse_matmul(
   keep_preactivation: bool = False,
   alpha: float = 1.0,
   amax: bool = False,
-  gated: bool = False,
   implementation: str | None = None,
 ) -> Any:
   """D = activation(alpha A . B / scales + bias) with A 2:4-sparse along the sum, accumulated in float32.
@@ -76,17 +75,14 @@ def sparse_matmul(
     amax: also return the largest magnitude of D, float32, NaN if it holds one: what a scale of D is made of. The Hopper
       kernel notes it on its way to D; a pass over D finds it on other back ends, where a mesh divides the arrays, and
       with a bias if N is no multiple of a tile.
-    gated: D is activation(Z_gate) Z_up, half as high as A. A's rows, and entries of the bias, are those of the gate and
-      of what it gates in turns, 64 of each (`operand.in_turns`); M is a multiple of 128. Z has all of the gate's rows
-      first. Needs an activation.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
       None: the fastest by the records of this GPU under `pallas_kernels/tuned`; where nothing near was measured, by a
       check of this package's kernel against dense at first use (`_checks`).
 
   Returns:
-    D, or (D, Z) with `keep_preactivation`, of one dtype and, unless gated, one shape. Both are rounded from float32
-    once: D is not the activation of the rounded Z. With `amax` a tuple that ends with it.
+    D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
+    activation of the rounded Z. With `amax` a tuple that ends with it.
 
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call. Positions of a concrete A that
@@ -106,10 +102,6 @@ def sparse_matmul(
   _dispatch.check_out_dtype(out_dtype)
   if keep_preactivation and activation is None:
     raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
-  if gated and (activation is None or m % (2 * ROWS_IN_TURN)):
-    raise ValueError(
-      f'gated=True needs an activation and a multiple of {2 * ROWS_IN_TURN} rows of a, found {activation=} and {m} rows'
-    )
   implementation = _dispatch.backend_of(OP, implementation, BACKENDS, a.dtype.itemsize)
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
@@ -118,7 +110,7 @@ def sparse_matmul(
     check=_device.arrays_are_whole(),
   )
   by_kernel = amax and _device.arrays_are_whole()
-  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation, float(alpha), by_kernel, gated)
+  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation, float(alpha), by_kernel)
   vectors = Vectors(_float32(bias), _float32(a_scale), _float32(b_scale))
   found = _call(_Asked(implementation, tuple(candidates), call), a, b, vectors)
   if not amax or by_kernel:
@@ -151,8 +143,6 @@ def _rule(a: Any, vectors: Vectors, call: Call) -> _partitioning.Rule:
   packed = isinstance(a, operand.SparseOperand)
   m, k = ('m*64', 'k*64') if packed else ('m', 'k*8')
   of_a = ('m*64 k*32', 'm k .') if packed else ('m k*4', 'm k')
-  if call.gated:  # of rows in turns, Z has one device's in two places
-    m, of_a = '.', tuple('. ' + text.partition(' ')[2] for text in of_a)
   sizes = (size if x.ndim else '' for x, size in zip(vectors, (m, m, 'n'), strict=True) if x is not None)
   d = f'{m} n' if call.out_layout == 'mn' else f'n {m}'
   # The leading axis of B is that of tokens: theirs is the mesh axis that weights want, too.
@@ -171,7 +161,7 @@ def _on_a_part(shard: _partitioning.Shard, b: Array, a: Any, vectors: Vectors, *
   if not shard.sums('k'):
     return run(vectors, call=call)
   # What follows the sum waits for the other devices. Parts are rounded to the dtype of D before they are added.
-  of_parts = dataclasses.replace(call, activation=None, keep_preactivation=False, gated=False)
+  of_parts = dataclasses.replace(call, activation=None, keep_preactivation=False)
   d = shard.sum(run(vectors._replace(bias=None), call=of_parts), 'k')
   left, call = Vectors(vectors.bias), dataclasses.replace(call, alpha=1.0)
   if call.is_plain(left):

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
-# Rows of the gate, and of what it gates, that follow each other in A: those of a tile of positions.
-ROWS_IN_TURN = 64
-
 
 class Vectors(NamedTuple):
   """What A . B is divided by and what is added to it, in float32.
@@ -41,8 +38,6 @@ class Call:
     keep_preactivation: whether Z, which the activation is applied to, is returned beside D.
     alpha: what A . B is multiplied with.
     amax: whether the largest magnitude of D as it is stored is returned, too, last.
-    gated: whether D is activation(Z_gate) Z_up, half as high as A, whose rows are those of a gate and of what it gates
-      in turns, 64 of each. Z has all rows of the gate first.
   """
 
   out_dtype: jnp.dtype
@@ -52,7 +47,6 @@ class Call:
   keep_preactivation: bool = False
   alpha: float = 1.0
   amax: bool = False
-  gated: bool = False
 
   def sizes(self, a: Any, b: Array) -> tuple[int, int, int]:
     """(M, N, K)."""

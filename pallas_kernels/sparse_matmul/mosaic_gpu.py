@@ -20,7 +20,7 @@ from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import candidates as settings
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
 from pallas_kernels.sparse_matmul._problem import Config, ends_half_way, fits, for_outputs, Problem
-from pallas_kernels.sparse_matmul.call import Call, ROWS_IN_TURN, Vectors
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'settings', 'sparse_matmul']
 
@@ -78,11 +78,8 @@ def sparse_matmul(
     keep_preactivation=call.keep_preactivation,
     alpha=call.alpha,
     amax=call.amax,
-    gated=call.gated,
   )
-  if p.gated and m < 4 * ROWS_IN_TURN:
-    raise NotImplementedError(f'a gate takes {4 * ROWS_IN_TURN} rows of A or more, found {m}')
-  config = config or chosen_config(p, device)
+  config = config or for_outputs(p, chosen_config(p, device))
   if p.amax and p.bias and n % config.cluster_tile[1]:
     # Columns of the last tile that are none hold what the bias makes of zero.
     d = sparse_matmul(a, b, vectors, dataclasses.replace(call, amax=False), **same)
@@ -99,8 +96,7 @@ def sparse_matmul(
     *outs, largest = outs
     # Of the float32 values: rounding keeps their order.
     noted = (_rounded(jnp.max(largest), p.out_dtype),)
-  heights = (p.d_rows, m)
-  d, *others = *(x[:h, :n] if p.out_layout == 'mn' else x[:n, :h] for x, h in zip(outs, heights, strict=False)), *noted
+  d, *others = *(x[:m, :n] if p.out_layout == 'mn' else x[:n, :m] for x in outs), *noted
   return (d, *others) if others else d
 
 
@@ -173,8 +169,7 @@ def chosen_config(p: Problem, device: _device.Device) -> Config:
   num_sms = device.num_sms or H100_SMS
   choice = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')
   if choice is None or choice.config is None:
-    return for_outputs(p, default_config(p, num_sms))
-  measured = for_outputs(p, Config(**choice.config))
+    return default_config(p, num_sms)
+  measured = Config(**choice.config)
   # It may be too large for the outputs of this call.
-  own = choice.distance == 0 and fits(p, measured)
-  return measured if own else for_outputs(p, of_neighbour(p, measured, num_sms))
+  return measured if choice.distance == 0 and fits(p, measured) else of_neighbour(p, measured, num_sms)

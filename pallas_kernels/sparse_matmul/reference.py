@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import formats, operand
 from pallas_kernels._program import traced_once
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.sparse_matmul.call import Call, ROWS_IN_TURN, Vectors
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 
@@ -57,12 +57,7 @@ def results(d: Array, vectors: Vectors, call: Call) -> Any:
     return x if call.out_layout == 'mn' else x.T
 
   z = preactivation(d, vectors, call.alpha)
-  if call.gated:
-    in_turns = z.reshape(-1, 2, ROWS_IN_TURN, z.shape[-1])
-    gate, up = (in_turns[:, i].reshape(-1, z.shape[-1]) for i in range(2))
-    z, d = jnp.concatenate([gate, up]), stored(activate(gate, call.activation) * up)
-  else:
-    d = stored(activate(z, call.activation))
+  d = stored(activate(z, call.activation))
   others = ((stored(z),) if call.keep_preactivation else ()) + ((largest(d),) if call.amax else ())
   return (d, *others) if others else d
 

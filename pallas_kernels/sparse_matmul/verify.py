@@ -42,18 +42,13 @@ def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu')
     amax=choose(False, False, True),
     seed=int(rng.integers(2**31)),
   )
-  if implementation == 'mosaic_gpu' and activation and choose(False, False, True):
-    case |= dict(gated=True, m=max(256, 128 * (m // 128)))
   return case | dict(config=_setting(rng, case) if implementation == 'mosaic_gpu' else None)
 
 
 def _setting(rng: np.random.Generator, case: dict[str, Any]) -> dict[str, Any] | None:
   """How the kernel is set: as a record says, as a tuner would try, or as the kernel itself decides (None)."""
   a, b, out = (jnp.dtype(case[name]) for name in ('a_dtype', 'b_dtype', 'out_dtype'))
-  p = mosaic_gpu.Problem(
-    case['m'], case['n'], case['k'], a, b, out, case['b_layout'], case['out_layout'], case['activation'],
-    keep_preactivation=case['keep_preactivation'], gated=case.get('gated', False),
-  )  # fmt: skip
+  p = mosaic_gpu.Problem(case['m'], case['n'], case['k'], a, b, out, case['b_layout'], case['out_layout'])
   # Kinds alike, however often each won; of a kind, buffers and the order of tiles differ.
   kinds: dict[Any, list[mosaic_gpu.Config]] = {}
   for c in _measured(a.itemsize):
@@ -94,7 +89,7 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
   d = a.reshape(m, k) @ b.astype(np.float32).T
   call = Call(
     jnp.dtype(case['out_dtype']), case['b_layout'], case['out_layout'], case['activation'], case['keep_preactivation'],
-    case['alpha'], case['amax'], case.get('gated', False),
+    case['alpha'], case['amax'],
   )
   exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
   expected = reference.results(jnp.asarray(d), vectors, exact)
@@ -117,7 +112,7 @@ def _compared(outputs: Any, call: Call) -> list[jax.Array]:
   if not isinstance(outputs, tuple):
     return [outputs]
   matrices = outputs[:-1] if call.amax else outputs
-  return [jnp.concatenate([jnp.ravel(x) for x in matrices]), *outputs[len(matrices) :]]
+  return [jnp.stack(matrices), *outputs[len(matrices) :]]
 
 
 def _vector(rng: np.random.Generator, kind: Any, size: int) -> jax.Array | None:
@@ -137,7 +132,7 @@ def verify(
   With `out` one record of the run is appended to that file.
   """
   rng, errors, failures = np.random.default_rng(seed), [], []
-  fixed = [dict(m=m, n=n, k=k, gated=False) for m, n, k in arg_specs.RAGGED] if seed == 0 else []
+  fixed = [dict(m=m, n=n, k=k) for m, n, k in arg_specs.RAGGED] if seed == 0 else []
   start = time.monotonic()
   while len(errors) < count and time.monotonic() - start <= seconds:
     case = random_problem(rng, implementation)

@@ -29,8 +29,7 @@ class GpuTest(parameterized.TestCase):
   # Less than half of a tile, and about a whole one.
   @parameterized.product(n=(*range(8, 73, 8), *range(184, 201)), out_layout=('mn', 'nm'))
   def test_columns_about_the_edges_of_tiles(self, n, out_layout):
-    drawn = verify.random_problem(np.random.default_rng(n))
-    case = drawn | dict(n=n, out_layout=out_layout, b_layout='nk', gated=False)
+    case = verify.random_problem(np.random.default_rng(n)) | dict(n=n, out_layout=out_layout, b_layout='nk')
     config = mosaic_gpu.Config(bk=128 if case['a_dtype'].startswith('float8') else 64)
     self.assertEqual(config.bn, 192)
     case |= dict(config=dataclasses.asdict(config))
@@ -57,19 +56,6 @@ class GpuTest(parameterized.TestCase):
     )
     self.assertIsNone(verify.check(case)[1])
 
-  @parameterized.product(
-    m=(256, 384, 640, 3072), n=(24, 200), keep=(False, True), dtype=('bfloat16', 'float8_e4m3fn'),
-    change=({}, dict(cluster=1), dict(along='n'), dict(split=4)),
-  )  # fmt: skip
-  def test_a_gate_in_the_epilogue(self, m, n, keep, dtype, change):
-    eight_bits = dtype.startswith('float8')
-    config = mosaic_gpu.Config(**dict(bk=128 if eight_bits else 64, slots=3 if keep else 1) | change)
-    case = _in_16_bits(m) | dict(
-      m=m, n=n, k=1600, a_dtype=dtype, b_dtype=dtype, out_dtype='bfloat16', b_layout='nk', out_layout='nm',
-      activation='silu', keep_preactivation=keep, amax=True, bias=False, gated=True, config=dataclasses.asdict(config),
-    )  # fmt: skip
-    self.assertIsNone(verify.check(case)[1])
-
   @parameterized.parameters(64, 68, 124, 128, 132, 192, 196, 260)
   def test_k_tail(self, k):
     self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])
@@ -90,7 +76,7 @@ class GpuTest(parameterized.TestCase):
 
   def _check_half_steps(self, k, b_dtype, change):
     case = verify.random_problem(np.random.default_rng(k)) | dict(
-      gated=False, k=k, a_dtype='float8_e4m3fn', b_dtype=b_dtype, b_layout='nk', out_layout='nm', out_dtype='bfloat16',
+      k=k, a_dtype='float8_e4m3fn', b_dtype=b_dtype, b_layout='nk', out_layout='nm', out_dtype='bfloat16',
       config=dataclasses.asdict(mosaic_gpu.Config(**dict(bk=128) | change)),
     )
     self.assertIsNone(verify.check(case)[1])

@@ -50,14 +50,6 @@ _PROGRAMS = {
     (3072, 768, 32768), _BF16, mosaic_gpu.Config(rows=64, bn=160, epilogue_n=80),
     dict(b_layout='kn', out_layout='nm'), 4,
   ),
-  'gated': (
-    (2 * 8192, 12288, 3072), _BF16, mosaic_gpu.Config(slots=3),
-    dict(bias=True, out_layout='nm', activation='silu', keep_preactivation=True, gated=True), 8,
-  ),
-  'gated_float8_largest': (
-    (2 * 8192, 12288, 3072), _E4M3, mosaic_gpu.Config(bk=128, slots=3),
-    dict(scales='scalars', out_layout='nm', activation='gelu', keep_preactivation=True, amax=True, gated=True), 8,
-  ),
   'odd_columns': (
     (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=24, cluster=1, epilogue_n=8),
     dict(out_dtype=jnp.dtype('float32')), 8,

@@ -44,7 +44,7 @@ class VerifyTest(parameterized.TestCase):
     # Small ones, since NumPy's matmul is made of each.
     draw = verify.random_problem
     self.enter_context(mock.patch.object(
-      verify, 'random_problem', lambda *args: draw(*args) | dict(m=24, n=16, k=64, gated=False)))
+      verify, 'random_problem', lambda *args: draw(*args) | dict(m=24, n=16, k=64)))
     self.enter_context(mock.patch.object(verify.arg_specs, 'RAGGED', ((1, 1, 4),)))
 
   def _run(self, kernel, *args, implementation='mosaic_gpu', **kwargs):
