@@ -94,7 +94,6 @@ _RACES = {
   '124m, short': ('race_h200_124m_short.jsonl', '124m_short, rotary_qk_norm, 1,600 steps each'),
   '124m, BPE': ('race_h200_124m_bpe.jsonl', '124m, rotary_qk_norm, 1,200 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
-  '124m, long, rates': ('race_h200_124m_long_rates.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
   '124m, 75 s': ('race_h200_124m_75s.jsonl', '124m, rotary_qk_norm, 75 s each'),
 }
 
@@ -267,7 +266,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of parts at 124m': lambda: trials_of_race('124m, parts'),
     'race of 124m on BPE': lambda: trials_of_race('124m, BPE'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
-    'rates of dense in the long race of 124m': lambda: trials_of_race('124m, long, rates'),
     'race of 75 seconds': lambda: trials_of_race('124m, 75 s'),
     'race of activations': lambda: trials_of_race('124m, short'),
     'race of all': lambda: trials_of_race('302m, all'),
