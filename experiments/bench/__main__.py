@@ -32,7 +32,6 @@ _FST = tuple(ffn.GROUPS['bf16'][1:])
 _TWO_OF_FOUR_TOKENS = [
   f'ffn-{pattern}-two_of_four_tokens-16384x4096x16384' for pattern in ('128x2x8', '128x2x16', '64x2x8', '64x2x16')
 ]
-_VNM = ('128x2x8', '128x2x16')
 _FP8 = tuple(name for name in ffn.GROUPS['fp8'] if name.startswith('s_ste'))
 
 
@@ -55,10 +54,6 @@ class Measurement:
   def arguments(self, out: Path) -> list[str]:
     """The command line that appends records to `out`."""
     return [sys.executable, '-m', *shlex.split(self.command), '--out', str(out)]
-
-
-def _steps(case: str, recipe: str, rest: str, seconds: int = 240) -> Measurement:
-  return Measurement(f'experiments.bench.train_step --select {case} --recipe {recipe} {rest}', seconds)
 
 
 def _blocks(rest: str, seconds: int) -> Measurement:
@@ -95,29 +90,6 @@ MEASUREMENTS = {
     )
     for model in step_cases.CASES
   },
-  'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
-  'gpt2-1558m': _steps('gpt2-1558m', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
-  'llama-3b': _steps('llama-3b', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
-  'gpt2-1558m-fp8': _steps('gpt2-1558m', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
-  'llama-3b-fp8': _steps('llama-3b', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
-  **{
-    f'{model}-vnm-{pattern.replace("_", "-", 1)}': _steps(
-      f'{model}-relu2', f'neuron_level_{pattern}',
-      f'--explain --rounds 2 --steps {steps} --refreshes 0 --implementation {by}',
-    )
-    for model, steps, by, patterns in (
-      ('gpt2-1300m', 6, 'auto', (*_VNM, '128x2x8_dense_neurons', '128x2x8_two_of_four_tokens')),
-      ('gpt2-wide', 5, 'auto', _VNM), ('gpt2-124m', 20, 'sparse', _VNM),
-    )
-    for pattern in patterns
-  },
-  'gpt2-1558m-mst': _steps('gpt2-1558m', 'mixed_sparsity_transposable', '--rounds 2 --steps 6 --refreshes 2'),
-  'gpt2-124m-mst': _steps(
-    'gpt2-124m', 'mixed_sparsity_transposable', '--explain --rounds 4 --steps 24 --refreshes 3'
-  ),
-  'gpt2-124m-mst-24': _steps(
-    'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation sparse --rounds 2 --steps 20 --refreshes 2'
-  ),
   'compile-time': Measurement(
     'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900, processes=1
   ),

@@ -1,11 +1,10 @@
 """What the step benchmarks share beside `pallas_kernels._bench`: policies, command lines."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 import shlex
 import sys
-import time
 from typing import Any
 
 import jax
@@ -23,14 +22,6 @@ def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.Activa
     '': (pattern, 0.05), 'dense_neurons': (pattern, 0.2), 'two_of_four_tokens': (s24.TwoOfFour(), 0.0)
   }[setting]  # fmt: skip
   return s24.ActivationPolicy(pattern, tokens, share, **fields)
-
-
-def alone_ms(call: Callable[[], Any], before: Any) -> float:
-  """Wall-clock milliseconds of one call that starts when `before` is ready and nothing else runs."""
-  jax.block_until_ready(before)
-  start = time.perf_counter()
-  jax.block_until_ready(call())
-  return round(1e3 * (time.perf_counter() - start), 4)
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:

@@ -37,9 +37,9 @@ FFN_CASES = {
 }  # fmt: skip
 # Twice the batch of the measurements on one device.
 STEP_CASES = {
-  'gpt2-774m': twins.Case('gpt2', '774m', 32, 1024, 50304, True),
-  'gpt2-1558m': twins.Case('gpt2', '1558m', 48, 1024, 50304, True),
-  'llama-3b': twins.Case('llama', '3b', 12, 2048, 32000, True, 'bfloat16'),
+  'gpt2-774m': twins.Case('gpt2', '774m', 32, 1024, 50304),
+  'gpt2-1558m': twins.Case('gpt2', '1558m', 48, 1024, 50304),
+  'llama-3b': twins.Case('llama', '3b', 12, 2048, 32000, 'bfloat16'),
 }
 
 
@@ -89,7 +89,7 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
 
 
 def run_step(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
-  """A training step without mask search on all devices, as `train_step` makes it; state donated, one of both twins."""
+  """A training step without mask search on all devices; state donated, one of both twins."""
   pair = twins.Twins(
     STEP_CASES[name], options, clock, mesh,
     shardings=functools.partial(state_shardings, mesh, options.sharding),
@@ -123,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--one', action='store_true', help="time one device's share of the block on one device as well")
   parser.add_argument('--sharding', default=SHARDINGS[0], choices=SHARDINGS, help="of a step's state (%(default)s)")
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
-  parser.set_defaults(recipe='transposable_srste')
   options = parser.parse_args(argv)
   measure.check_gpu(parser, options)
   if (options.devices or 1) > jax.device_count():

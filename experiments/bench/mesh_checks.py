@@ -13,7 +13,6 @@ import optax
 
 from experiments.bench import feed_forward, twins
 from experiments.bench.meshes import communication, keep_tokens_divided, place, state_shardings, TOKENS, WHOLE
-from experiments.runs import recipes
 from experiments.runs.models import gpt2
 from pallas_kernels import _bench, _tuning
 import sparse24_jax as s24
@@ -130,8 +129,9 @@ def check_fsdp(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   tx = s24.sparse_training(optax.adamw(1e-2), recipe, phase='sparse')  # a rate at which many masks change
 
   def step(params: Any, gradients: Any) -> twins.State:
-    before = twins.at_step(twins.State(params, tx.init(params)), recipe.refresh_every - 1)
-    updates, after = tx.update(gradients, before.opt_state, params)
+    before = tx.init(params)
+    before = before._replace(count=jnp.full_like(before.count, recipe.refresh_every - 1))
+    updates, after = tx.update(gradients, before, params)
     return twins.State(optax.apply_updates(params, updates), after)
 
   expected = jax.jit(step)(params, gradients)
@@ -167,7 +167,7 @@ def _two_blocks(tiny: bool) -> tuple[Any, Any, Array]:
 
 
 def _recipe(implementation: str, *, sampled: bool = True) -> s24.Recipe:
-  recipe = recipes.with_implementation(twins.recipe_of('transposable_srste'), implementation)
+  recipe = twins.fst(implementation)
   return recipe if sampled else recipe.with_exact_gradients()
 
 

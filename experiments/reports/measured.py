@@ -17,14 +17,9 @@ _KINDS = {
   'attention': ('attention',), 'optimizer': ('optimizer',),
   'activation, norms, loss, copies, other': ('activation', 'normalisation', 'loss', 'copy', 'other'),
 }  # fmt: skip
-_SEARCHES = {
-  'transposable_srste': 'FST', 'mixed_sparsity_24': 'MST within 2:4',
-  'mixed_sparsity_transposable': 'MST, transposable',
-}  # fmt: skip
 _ROLES = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient', 'plain': ''}
 _OVER_DENSE = ('over dense without zeros', 'sustained', 'with zeros', 'sustained')
 _RIVALS = ('dense', 'dense_fp8')
-_SHARE_OF_SPARSE_STEPS = 0.7  # of a run with sparse activations, as published
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -98,7 +93,7 @@ def attention() -> str:
     here = [many for many in speed.by_process(records) if many[0]['shape']['length'] == length]
     of = {many[0]['pattern']: many for many in here}
     times = [statistics.median(speed.ratios(r)['full'] for r in of[name]) for name in patterns]
-    own = [f'{statistics.median(map(speed.milliseconds, of[name])):.2f}' for name in patterns]
+    own = [f'{statistics.median(r["median_ms"] for r in of[name]):.2f}' for name in patterns]
     full = np.mean([statistics.median(r['baselines']['full']['median_ms'] for r in many) for many in here])
     rows.append([
       f'{batch} x {length}', *own, f'{full:.2f}', f'{min(times):.1f} to {max(times):.1f}', min(map(len, here))
@@ -156,28 +151,6 @@ def compile_seconds() -> str:
     'fusions, distinct',
   )  # fmt: skip
   return table(head, rows)
-
-
-def mask_searches() -> str:
-  """Milliseconds of a mask search on an H200, which a step in so many has."""
-  records = [r for r in provenance.read('train_step.jsonl?device=NVIDIA H200') if r['recipe'] in _SEARCHES]
-  found = {(r['model'], r['recipe']): r['search_ms'] for r in records}
-  rows = [
-    [model, *(f'{ms:.1f}' if (ms := found.get((model, recipe))) else '' for recipe in _SEARCHES)]
-    for model in dict.fromkeys(r['model'] for r in records)
-  ]
-  return table(('ms', *_SEARCHES.values()), rows)
-
-
-def runs() -> str:
-  """How many times as fast as dense a run with sparse activations is: sparse for a share of its steps, else dense."""
-  records = provenance.read('train_step.jsonl?recipe=neuron_level&device=NVIDIA H200')
-  rows = []
-  for r in records:
-    gain = speed.lower(r)['dense']
-    run = 1 / (_SHARE_OF_SPARSE_STEPS / gain + 1 - _SHARE_OF_SPARSE_STEPS)
-    rows.append([r['model'], speed.pattern(r), f'{gain:.2f}', f'{run:.2f}'])
-  return table(('model', 'pattern', 'a step', 'a run'), rows)
 
 
 def meshes() -> str:

@@ -1,13 +1,13 @@
 """docs/scale.md: figures on paper (`experiments.bench.scale.formula`) and what was compiled for simulated devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import textwrap
 from typing import Any
 
 from experiments.bench.scale import formula
-from experiments.reports import provenance
+from experiments.reports import best_steps, provenance
 
-_STEP = 'model=llama-3b&recipe=transposable_srste'
+_STEP = ('NVIDIA H200', 'llama-3b')
 _PAPER = (
   'model', 'GPUs', 'layout', 'GB', 'received GB, dense', 'sparse', 'computing s, dense', 'sparse',
   'communication s, dense', 'sparse', 'x, hidden', 'x, apart',
@@ -35,12 +35,15 @@ _SIMULATION = textwrap.fill(
 
 
 def page() -> str:
-  """The whole of docs/scale.md, from the newest record of a step of Llama 3B and those of `scale.jsonl`."""
-  return _page(provenance.read(f'train_step.jsonl?{_STEP}')[-1], provenance.read('scale.jsonl'))
-
-
-def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> str:
-  compute, text = formula.measured(record), (formula.__doc__ or '').split('\n\n', 1)[1]
+  """The whole of docs/scale.md, from steps of Llama 3B and the records of `scale.jsonl`."""
+  simulated = provenance.read('scale.jsonl')
+  steps, text = best_steps.load()[_STEP], (formula.__doc__ or '').split('\n\n', 1)[1]
+  fst, dense = steps['fst'], steps['fst'].beside['dense']
+  shape = fst.record['shape']
+  compute = formula.measured(
+    dense.ms, fst.ms, shape['batch'] * shape['length'], fst.record['parameters'],
+    3 * shape['layers'] * shape['d'] * shape['hidden'],
+  )  # fmt: skip
   lines = []
   for row in formula.rows(compute):
     (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
@@ -53,15 +56,15 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
   paper = '\n'.join(lines)
   counted = '\n'.join(map(_counted, simulated))
   basis = (
-    f'A step has {formula.TOKENS:,} tokens in sequences of {record["shape"]["length"]:,}, micro-batches of at most '
-    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. On one '
-    f'{record["device"]}, in one process, a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and '
-    f'a sparse step {compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU '
-    'holds: from 141 on the layout does not fit. *Received* is what it receives in a step. The last two columns say '
-    'how many times faster the sparse step is: *hidden* if the shorter of computing and communication hides behind '
-    'the longer, '
-    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
-    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
+    f'A step has {formula.TOKENS:,} tokens in sequences of {shape["length"]:,}, micro-batches of at most '
+    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
+    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step takes '
+    f'{compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step {compute.saved * 1e15:.1f} fs less for a '
+    'parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 on the layout does not fit. *Received* is '
+    'what it receives in a step. The last two columns say how many times faster the sparse step is: *hidden* if the '
+    'shorter of computing and communication hides behind the longer, *apart* if nothing hides. Dense and '
+    'sparse differ in traffic only under FSDP, which gathers packed weights. The measured step '
+    'includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
   return f"""# Many GPUs, on paper and by simulation
 
@@ -73,7 +76,7 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 
 {textwrap.fill(basis, 118)}
 
-<!-- records: train_step.jsonl?model=llama-3b -->
+<!-- records: best_steps.jsonl?model=llama-3b -->
 {_head(*_PAPER)}
 {paper}
 

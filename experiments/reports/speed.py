@@ -16,13 +16,12 @@ from experiments.reports import charts
 type Record = Mapping[str, Any]
 
 RESULTS = Path(__file__).parents[1] / 'results'
-BENCHES = ('ffn', 'train_step')
 # Share of neurons that are dense in weight gradients.
 _PUBLISHED_DENSE_SHARE = 0.05
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-  """Records of the known benchmarks, the last of equal ones, without those of tiny shapes.
+  """Records of feed-forward blocks, the last of equal ones, without those of tiny shapes.
 
   Raises:
     ValueError: a line that is not a JSON object; names file and line.
@@ -36,7 +35,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
         raise ValueError(f'{path}, line {number}: not JSON: {error}') from error
       if not isinstance(record, dict):
         raise ValueError(f'{path}, line {number}: not a JSON object')
-      if record.get('bench') in BENCHES and '--tiny' not in str(record.get('command', '')):
+      if record.get('bench') == 'ffn' and '--tiny' not in str(record.get('command', '')):
         found[json.dumps(identity(record), sort_keys=True)] = record
   return list(found.values())
 
@@ -94,14 +93,9 @@ def pattern(record: Record) -> str:
   return record['pattern'] + ('' if share == _PUBLISHED_DENSE_SHARE else f' with {share:.0%} dense neurons')
 
 
-def milliseconds(record: Record) -> float:
-  """The time that counts: with mask searches spread over their period where there are any."""
-  return record.get('amortised_ms') or record['median_ms']
-
-
 def ratios(record: Record) -> dict[str, float]:
   """Baseline -> how many times longer it takes."""
-  return {name: row['median_ms'] / milliseconds(record) for name, row in record.get('baselines', {}).items()}
+  return {name: row['median_ms'] / record['median_ms'] for name, row in record.get('baselines', {}).items()}
 
 
 def traced(record: Record) -> dict[str, float]:
@@ -128,43 +122,37 @@ def lower(record: Record) -> dict[str, float]:
 
 _METHODS = {
   'transposable_srste': 'FST, bfloat16', 'transposable_srste_fp8': 'FST, FP8', 's_ste': 'S-STE, bfloat16',
-  's_ste_fp8': 'S-STE, FP8',
-  'mixed_sparsity_24': 'MST within 2:4, bfloat16', 'neuron_level': 'neuron level, bfloat16',
-  'mixed_sparsity_transposable': 'MST, transposable 2:4 and MVUE, bfloat16',
+  's_ste_fp8': 'S-STE, FP8', 'neuron_level': 'neuron level, bfloat16',
 }  # fmt: skip
-_PROGRAMS = {'ffn': 'feed-forward block', 'train_step': 'training step'}
 
 
 def markdown(records: Sequence[Record]) -> str:
-  """Blocks and steps, the table of `docs/speed.md`; the device with most of them is named once, others in their rows.
+  """Blocks, the table of `docs/speed.md`; the device with most of them is named once, others in their rows.
 
   The lower figure of bursts and a trace, and of several processes the median, with its range.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}}, 'commit': None}
-  >>> step = {'bench': 'train_step', 'recipe': 's_ste_fp8', 'model': 'gpt2', 'shape': {'batch': 8, 'length': 4}}
-  >>> print(markdown([step | row | {'device': 'NVIDIA A100'}]))
+  >>> block = {'recipe': 's_ste_fp8', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}}
+  >>> print(markdown([block | row | {'device': 'NVIDIA A100'}]))
   On one NVIDIA A100:
   <BLANKLINE>
-  | what | method | sparse, ms | dense, ms | times faster | dense FP8, ms | than that | processes |
+  | activation, sizes | method | sparse, ms | dense, ms | times faster | dense FP8, ms | than that | processes |
   |---|---|---|---|---|---|---|---|
-  | training step, gpt2, 8 x 4 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |  |  | 1 |
+  | gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |  |  | 1 |
   """
   main, *others = _devices(records)
   lines = [f'On one {main}{", where a row names no other" if others else ""}:', '']
-  lines += ['| what | method | sparse, ms | dense, ms | times faster | dense FP8, ms | than that | processes |']
-  lines += ['|---|---|---|---|---|---|---|---|']
-  for bench, name in _PROGRAMS.items():
-    for device in (main, *others):
-      where = '' if device == main else f', {device}'
-      here = [record for record in records if record['bench'] == bench and record.get('device') == device]
-      lines += [_row(name, many, where) for many in by_process(here)]
+  head = ('activation, sizes', 'method', 'sparse, ms', 'dense, ms', 'times faster')
+  head += ('dense FP8, ms', 'than that', 'processes')
+  lines += [f'| {" | ".join(head)} |', '|---' * len(head) + '|']
+  for device in (main, *others):
+    where = '' if device == main else f', {device}'
+    lines += [_row(many, where) for many in by_process(r for r in records if r.get('device') == device)]
   return '\n'.join(lines)
 
 
-def _row(name: str, many: Sequence[Record], where: str) -> str:
+def _row(many: Sequence[Record], where: str) -> str:
   record, shape = many[0], many[0]['shape']
-  sizes = ('tokens', 'd', 'hidden') if record['bench'] == 'ffn' else ('batch', 'length')
-  kind = record['activation'] if record['bench'] == 'ffn' else record['model']
 
   def ms(twin: str) -> str:
     twins = [r['baselines'][twin]['median_ms'] for r in many if twin in r['baselines']]
@@ -172,9 +160,9 @@ def _row(name: str, many: Sequence[Record], where: str) -> str:
 
   times, over_fp8 = (spread(lower(r).get(twin) for r in many) for twin in ('dense', 'dense_fp8'))
   median, _, rest = times.partition(' ')
-  what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}{where}'
+  what = f'{record["activation"]}, {" x ".join(str(shape[size]) for size in ("tokens", "d", "hidden"))}{where}'
   cells = (
-    what, _method(record), f'{statistics.median(map(milliseconds, many)):.2f}',
+    what, _method(record), f'{statistics.median(r["median_ms"] for r in many):.2f}',
     ms('dense'), f'**{median}** {rest}'.strip(), ms('dense_fp8'), over_fp8, len(many),
   )  # fmt: skip
   return f'| {" | ".join(map(str, cells))} |'
@@ -190,50 +178,40 @@ def _published(record: Record) -> bool:
 
 
 def _devices(records: Sequence[Record]) -> list[Any]:
-  """The devices of blocks and steps, the one with most records first."""
-  return [device for device, _ in Counter(r.get('device') for r in records if r['bench'] in _PROGRAMS).most_common()]
+  """The one with most records first."""
+  return [device for device, _ in Counter(r.get('device') for r in records).most_common()]
 
 
 def figure_rows(
-  records: Sequence[Record], at_best: Mapping[str, list[tuple[str, float]]] | None = None
+  records: Sequence[Record], steps: Mapping[str, list[tuple[str, float]]]
 ) -> dict[str, list[tuple[str, float]]]:
-  """Blocks of 16,384 tokens and whole steps, of the device with most of these records: what, and times faster.
+  """Blocks of 16,384 tokens, of the device with most of these records, and whole steps: what, and times faster.
 
-  The lower figure of bursts and trace; a block that was measured in bursts alone is left out, and so is one whose
-  settings are not those of a paper.
+  Of a block the lower figure of bursts and trace; one that was measured in bursts alone is left out, and so is one
+  whose settings are not those of a paper.
 
   Args:
-    records: of the benchmarks.
-    at_best: heading -> steps over a dense model at its best; if there are any, they stand in place of those of
-      `records`, whose dense models are laid out as the sparse ones.
+    records: of blocks.
+    steps: heading -> steps over a dense model at its best.
 
   Raises:
-    ValueError: no such record.
+    ValueError: no such block.
   """
-  shape = dict(tokens=16384, d=4096, hidden=16384)
-  records = [record for record in records if record.get('device') in _devices(records)[:1]]
-  blocks = [r for r in records if r['bench'] == 'ffn' and r['shape'] == shape and traced(r) and _published(r)]
-  steps = [r for r in records if r['bench'] == 'train_step']
-  if not blocks and not steps:
-    raise ValueError('no record of a training step, nor of a traced block of 16384 x 4096 x 16384')
+  shape, here = dict(tokens=16384, d=4096, hidden=16384), _devices(records)[:1]
+  blocks = [r for r in records if r.get('device') in here and r['shape'] == shape and traced(r) and _published(r)]
+  if not blocks:
+    raise ValueError('no record of a traced block of 16384 x 4096 x 16384')
 
-  def short(record: Record) -> str:
-    return _method(record).replace(', bfloat16', '').replace('neuron level', 'V:N:M')
+  def what(record: Record) -> str:
+    method = _method(record).replace(', bfloat16', '').replace('neuron level', 'V:N:M')
+    return f'{method}, {record["activation"].replace("_", " ")}'
 
-  def rows(records: Iterable[Record], what: str) -> list[tuple[str, float]]:
-    return [
-      (what.format(short(many[0]), many[0].get('model'), str(many[0].get('activation')).replace('_', ' ')),
-       statistics.median(lower(r)['dense'] for r in many))
-      for many in by_process(records)
-    ]  # fmt: skip
-
-  groups = {
-    'Feed-forward block, 16384 x 4096 x 16384, forward and backward': rows(blocks, '{0}, {2}'),
-  } | (at_best or {'Training step, optimizer included': rows(steps, '{1}, {0}')})
+  rows = [(what(many[0]), statistics.median(lower(r)['dense'] for r in many)) for many in by_process(blocks)]
+  groups = {'Feed-forward block, 16384 x 4096 x 16384, forward and backward': rows, **steps}
   return {name: [(what, round(times, 2)) for what, times in rows] for name, rows in groups.items() if rows}
 
 
-def figure(records: Sequence[Record], at_best: Mapping[str, list[tuple[str, float]]] | None = None) -> str:
+def figure(records: Sequence[Record], steps: Mapping[str, list[tuple[str, float]]]) -> str:
   """The picture of the README, an SVG file that says in its `<desc>` what it shows; see `figure_rows`."""
-  rows = figure_rows(records, at_best)
+  rows = figure_rows(records, steps)
   return charts.described(charts.speedups(rows, label='times faster than dense bfloat16'), rows)

@@ -86,7 +86,7 @@ SMALL = [
   for d in (768, 1024, 2048)
   for spec in (*_layer(tokens, d, 4 * d), *_layer(tokens, 4 * d, d))
 ]
-# The feed-forward layers of whole models, at the tokens of a step of `experiments.bench.train_step`.
+# The feed-forward layers of whole models, at the tokens of a step of `experiments.bench.best_steps`.
 GPT2_124M = [*_layer(32768, 768, 3072), *_layer(32768, 3072, 768)]
 GPT2_774M = [*_layer(16384, 1280, 5120), *_layer(16384, 5120, 1280)]
 GPT2_1558M = [*_layer(24576, 1600, 6400), *_layer(24576, 6400, 1600)]

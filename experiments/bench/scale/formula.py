@@ -1,7 +1,9 @@
 """Memory, communication and time of a step on many GPUs, on paper.
 
-Compute is measured: the training step of Llama 3B on one H200 (`train_step.jsonl`), dense and with transposable masks,
-divided by parameters and tokens. Links have the rates that their makers state, which no program reaches. The formulas:
+Compute is measured: the training step of Llama 3B on one H200 (`best_steps.jsonl`), dense and with transposable masks,
+divided by parameters and tokens. That step recomputes nothing. Here blocks are recomputed, which is taken to make a
+step a third longer, dense or sparse. Links have the rates that their makers state, which no program reaches. The
+formulas:
 
 - Dense compute takes c P t for t tokens on a GPU and P parameters. Sparse compute saves s F t of it, for F parameters
   of feed-forward layers. Tensor parallelism over M GPUs splits feed-forward layers alone, so all other layers are
@@ -20,11 +22,12 @@ divided by parameters and tokens. Links have the rates that their makers state, 
   layer that is computed again, and logits, 4 t V.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TOKENS, MICRO = 4 * 2**20, 8192  # a step of all GPUs; a micro-batch of one
+_RECOMPUTING = 4 / 3  # a pass forward, again, and two backward, for one and two
 # Bytes of a feed-forward weight that are gathered in a step. A packed 2:4 matrix has half of the values and two bits
 # for each of them, 9/8 bytes a weight.
 _GATHERED = {'dense': 2 * 2, 'sparse': (2 + 2 / 3) * 9 / 8}
@@ -89,16 +92,14 @@ class Row(NamedTuple):
   compute: tuple[float, float]
 
 
-def measured(record: Mapping[str, Any]) -> Compute:
-  """Reads it off a record of a whole training step of a Llama.
+def measured(dense_ms: float, sparse_ms: float, tokens: int, parameters: int, ffn: int) -> Compute:
+  """Of whole training steps of one Llama, which recompute nothing; of `ffn` parameters in feed-forward layers.
 
-  >>> shape = {'batch': 1, 'length': 10, 'layers': 1, 'd': 10, 'hidden': 10}
-  >>> measured({'shape': shape, 'parameters': 1000, 'median_ms': 1000.0, 'baselines': {'dense': {'median_ms': 4000.0}}})
-  Compute(dense=0.0004, saved=0.001)
+  >>> measured(3000.0, 1500.0, tokens=10, parameters=1000, ffn=300)
+  Compute(dense=0.0004, saved=0.00066...)
   """
-  shape, dense = record['shape'], record['baselines']['dense']['median_ms'] / 1e3
-  tokens, ffn = shape['batch'] * shape['length'], 3 * shape['layers'] * shape['d'] * shape['hidden']
-  return Compute(dense / tokens / record['parameters'], (dense - record['median_ms'] / 1e3) / tokens / ffn)
+  dense, sparse = (_RECOMPUTING * ms / 1e3 for ms in (dense_ms, sparse_ms))
+  return Compute(dense / tokens / parameters, (dense - sparse) / tokens / ffn)
 
 
 def rows(compute: Compute, links: Links = Links(), gpus: Sequence[int] = (64, 1024)) -> list[Row]:

@@ -1,7 +1,7 @@
 """GPT-2 124M on bytes of embedded real text: dense and FST on the kernels of one GPU, against the clock.
 
 Question: how much time FST with its dense last sixth saves, and what it costs in loss.
-Source of the settings: ours. Sizes and arithmetic are those of the training step that `experiments.bench.train_step`
+Source of the settings: ours. Sizes and arithmetic are those of the training step that `experiments.bench.best_steps`
 times, but for the vocabulary: 256 bytes in place of 50,304 tokens leave 85 M parameters and make a step shorter. One
 learning rate for all and masked decay 2e-5, near the best of the race of 1,600 steps (docs/quality.md). The released
 script for this size has a decay of 6e-5, for runs 375 to 500 times as long.

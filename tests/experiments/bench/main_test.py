@@ -151,7 +151,7 @@ bench.run(['sleeper'], pathlib.Path({str(self.folder)!r}), 100)
 
   def test_lists_what_it_would_run(self):
     _, printed = quiet(bench.main, ['run', '--list'])
-    self.assertIn('gpt2-1558m ', printed)
+    self.assertIn('best-steps-1558m ', printed)
     self.assertNotIn('mesh', printed)
     _, printed = quiet(bench.main, ['run', '--list', '--select', 'fsdp'])
     self.assertEqual(printed.split()[:5], ['fsdp', '3', 'x', '420', 's'])

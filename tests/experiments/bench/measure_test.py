@@ -6,11 +6,11 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments.bench import ffn, measure, mesh, neuron_level, train_step
+from experiments.bench import ffn, measure, mesh, neuron_level
 
 
 class MeasureTest(parameterized.TestCase):
-  @parameterized.parameters(ffn, mesh, neuron_level, train_step)
+  @parameterized.parameters(ffn, mesh, neuron_level)
   def test_refused_at_once_without_a_gpu(self, module):
     out = io.StringIO()
     # Nothing else may come first.

@@ -35,19 +35,6 @@ class MeasuredTest(absltest.TestCase):
     (row,) = made(measured.matmuls, [record | {'process': 0}, *others])[2:]
     self.assertEqual((row[5], row[6], row[-1]), ('1.50 (1.25 to 1.88)', '1.60', '3'))
 
-  def test_mask_searches_have_a_row_for_each_model(self):
-    record = {'model': 'm', 'recipe': 'transposable_srste', 'device': 'NVIDIA H200', 'search_ms': 4.0}
-    others = record | {'recipe': 's_ste', 'search_ms': 3.0}, record | {'model': 'n', 'recipe': 'mixed_sparsity_24'}
-    *_, row, other = made(measured.mask_searches, [record, *others])
-    self.assertEqual((row[:2], other[:3]), (['m', '4.0'], ['n', '', '4.0']))
-
-  def test_a_run_is_dense_for_the_rest_of_its_steps(self):
-    record = {'model': 'm', 'pattern': '128:2:8', 'dense_features': 0.05, 'token_pattern': None,
-              'median_ms': 50.0, 'commit': '0' * 40,
-              'command': 'python -m experiments x', 'baselines': {'dense': {'median_ms': 100.0}}}  # fmt: skip
-    *_, row = made(measured.runs, [record])
-    self.assertEqual(row, ['m', '128:2:8', '2.00', '1.54'])  # 100 / (70 / 2 + 30)
-
   def test_runs_that_took_other_seconds_are_compared_by_those(self):
     run = {'bench': 'race', 'seed': 0, 'steps': 100, 'share': 1.0, 'seconds': 9.0, 'rate': 1e-3, 'decay': 0.0}
     ours = run | {'contender': 'a', 'title': 'A', 'wall_s': 10.0, 'loss': 1.5, 'validation': [[100, 9.0, 1.5]]}

@@ -33,28 +33,27 @@ class SpeedTest(parameterized.TestCase):
     records = speed.load(speed.RESULTS.glob('*.jsonl'))
     for change, count in (({}, 1), ({'profile': None}, 0)):
       changed = [r | change if r.get('pattern') == '128:2:8' and r['bench'] == 'ffn' else r for r in records]
-      blocks = dict(speed.figure_rows(changed)['Feed-forward block, 16384 x 4096 x 16384, forward and backward'])
+      blocks = dict(speed.figure_rows(changed, {})['Feed-forward block, 16384 x 4096 x 16384, forward and backward'])
       self.assertEqual([times for what, times in blocks.items() if '128:2:8' in what], [1.90] * count)
 
   def test_the_picture_tells_what_loses_from_what_gains(self):
-    slow = RECORD | {'bench': 'train_step', 'model': 'm', 'median_ms': 4.0, 'shape': {'batch': 2, 'length': 4}}
-    slow = slow | {'profile': None}
     profile = {'sparse': {**RECORD['profile']['sparse'], 'busy_ms': 2.5}, 'dense': RECORD['profile']['sparse']}
     block = RECORD | {'shape': {'tokens': 16384, 'd': 4096, 'hidden': 16384}, 'profile': profile}
-    picture = speed.figure([block, slow])
+    steps = {'Training step': [('m', 0.75)]}
+    picture = speed.figure([block, RECORD], steps)
     texts = [text.strip() for text in ET.fromstring(picture).itertext()]
     self.assertIn('1.17', texts)  # traced: 3.5 for 3.0
     self.assertIn('0.75', texts)
     for kind in ('faster', 'slower'):
       self.assertIn(f'fill: {charts.COLOURS[kind]}', picture)
     other = block | {'device': 'another', 'median_ms': 1.0}
-    self.assertEqual(speed.figure([block, slow, other]), picture)
+    self.assertEqual(speed.figure([block, RECORD, other], steps), picture)
     # Rows of another device name it.
-    head, _, *rows = speed.markdown([other, block, slow]).splitlines()
+    head, _, *rows = speed.markdown([other, block, RECORD]).splitlines()
     self.assertEqual(head, f'On one {RECORD["device"]}, where a row names no other:')
-    self.assertEqual(['another' in row for row in rows[2:]], [False, True, False])
-    with self.assertRaisesRegex(ValueError, 'no record of a training step'):
-      speed.figure([RECORD])
+    self.assertEqual(['another' in row for row in rows[2:]], [False, False, True])
+    with self.assertRaisesRegex(ValueError, 'no record of a traced block'):
+      speed.figure([RECORD], steps)
 
   def test_committed_medians_and_speedups_follow_from_the_samples(self):
     for path in speed.RESULTS.glob('*.jsonl'):
@@ -65,13 +64,9 @@ class SpeedTest(parameterized.TestCase):
           # Written to a tenth of a microsecond.
           delta = 1e-3 * median + 5e-5
           self.assertAlmostEqual(row['median_ms'], median, delta=delta, msg=f'{path.name}: {record["op"]}')
-        if record.get('bench') in ('ffn', 'train_step'):
+        if record.get('bench') == 'ffn':
           for name, speedup in record['speedup'].items():
             self.assertAlmostEqual(speedup, speed.ratios(record)[name], delta=1e-3, msg=path.name)
-
-  def test_a_step_counts_its_searches(self):
-    step = RECORD | {'bench': 'train_step', 'model': 'm', 'shape': {'batch': 2, 'length': 3}, 'amortised_ms': 2.4}
-    self.assertEqual(speed.ratios(step), {'dense': 1.25})
 
   def test_the_last_of_equal_records_counts_and_tiny_ones_do_not(self):
     other = RECORD | {'median_ms': 2.5}

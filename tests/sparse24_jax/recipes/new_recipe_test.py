@@ -38,7 +38,6 @@ LINE = 'from sparse24_jax.recipes.quarters import quarters as quarters\n'
 PROGRAM = '''
 import pickle
 import jax
-from experiments.bench import twins
 from experiments.runs import experiment, recipes
 import sparse24_jax as s24
 from sparse24_jax.__main__ import main
@@ -51,7 +50,6 @@ for name in ('quarters', 'quarters_refreshed'):
   assert main(['check', '__main__:example', '--recipe', name]) == 0
   assert main(['where-it-pays', '--tokens', '4096', '--d', '1024', '--hidden', '4096', '--device', 'h100',
                '--recipe', name]) == 0
-  assert twins.recipe_of(name).name == 'quarters'
 config = experiment.load_config('nano', ['recipe.name=quarters', 'recipe.kwargs={"share": 0.5}'])
 assert recipes.make_recipe(config).name == 'quarters'
 assert 'quarters' in conformance.CASES
