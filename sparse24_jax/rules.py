@@ -173,12 +173,13 @@ def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   weights = [path for path, leaf in leaves if is_weight(path, leaf)]
   matched = {path: rule for path in weights if (rule := _given_rule(path, recipe)) is not None}
   for rule in recipe.rules:
-    if rule not in matched.values():
+    others = _others(rule.path, leaves)
+    if rule not in matched.values() and not (rule.is_plain and others):  # what it names is dense as it says
       alone = [path for path, _ in leaves] == ['']
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are'
         f' {listed(weights) or weights}: a rule takes those whose whole path it matches and no earlier rule does'
-        f'{_vectors(rule.path, leaves)}'
+        f'{f". It matches {listed(others)}: dense without a rule, leave this one out" if others else ""}'
         f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
         f'{_IN_ONE if alone else ""}'
       )
@@ -191,13 +192,10 @@ def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   return matched
 
 
-def _vectors(pattern: str, leaves: Collection[tuple[str, Any]]) -> str:
-  """What to say of a pattern that matches arrays, but none that a rule takes."""
+def _others(pattern: str, leaves: Collection[tuple[str, Any]]) -> list[str]:
+  """The arrays that a pattern matches, if none of them is one that a rule takes."""
   matched = [(path, leaf) for path, leaf in leaves if re.fullmatch(pattern, path)]
-  found = [path for path, leaf in matched if not is_weight(path, leaf)]
-  if not found or len(found) < len(matched):
-    return ''
-  return f'. It matches {listed(found)}, which stay dense without a rule: leave this one out'
+  return [] if any(is_weight(*each) for each in matched) else [path for path, _ in matched]
 
 
 def _whole_variables(pattern: str, weights: Collection[str]) -> str:

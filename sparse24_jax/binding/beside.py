@@ -234,6 +234,13 @@ class _Walk(NamedTuple):
     for path, text in texts.items() if equation.outvars and (found.data or found.after) else ():
       _tell(self.problems, path, text)
     others = found._replace(weights=found.weights - texts.keys())
+    if others.weights and (name := _jax.name_of(equation)) in _MATMULS:  # which reads those as ever
+      lost = frozenset(texts)
+      given = [
+        mark._replace(weights=mark.weights - lost, sums=mark.sums.union((p, texts[p]) for p in mark.weights & lost))
+        for mark in given
+      ]
+      return [self._matmul(equation, given, name)]
     sums = found.sums | self._summed(equation, others) | texts.items()
     found = found._replace(weights=frozenset(), sums=sums, by_hand='', products=frozenset())
     return [found] * len(equation.outvars)

@@ -217,7 +217,8 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
     return [_put_off(equation, values)]
   what = (
     f'{name}, whose derivative is its own (where sparse24_jax.dot reads the weight: give bind and sparsify'
-    ' recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe)'
+    ' recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe; of a library: another'
+    ' of its forms, or the plain function at sparse24_jax.project(params, opt_state, recipe), at dense speed)'
   )
   self.lose(values, what, _jax.source_of(equation))
   return self._rebound(equation, values)

@@ -52,7 +52,7 @@ def how_lost(mark: View | Altered, by: str, source: str) -> str:
     return f'{by} at {source}{_INSTEAD.get(by, "")}'
   if by.endswith('dot_general'):
     return f'{mark.by} at {mark.source} changes it before a matmul reads it{_BEFORE.get(mark.by, "")}'
-  return f'{mark.by} at {mark.source}, then {by} at {source}'
+  return f'{mark.by} at {mark.source} changes it, then it goes into {by} at {source}'
 
 
 class Notes:

@@ -61,8 +61,16 @@ class MatchTest(parameterized.TestCase):
       rules.match_rules(params(), recipe((path, STE)))
 
   def test_a_pattern_of_vectors_alone_is_named_as_such(self):
-    with self.assertRaisesRegex(ValueError, r'does\. It matches .*bias.*, which stay dense'):
+    with self.assertRaisesRegex(ValueError, r'does\. It matches .*bias.*: dense without a rule, leave this one out$'):
       rules.match_rules(params(), recipe(('.*', STE), ('.*/bias', STE)))
+
+  def test_what_is_dense_anyway_may_be_named_as_dense(self):
+    # One recipe serves norms of one layer and those that a scan has stacked.
+    whole = recipe(('.*', STE)).with_dense('.*/bias')
+    self.assertEqual(rules.match_rules(params(), whole).keys(), rules.match_rules(params(), recipe(('.*', STE))).keys())
+    for path in ('nothing', 'h_0/.*'):  # a slip, and one that an earlier rule makes sparse
+      with self.assertRaisesRegex(ValueError, f"rule '{path}' .*decides for no weight"):
+        rules.match_rules(params(), recipe(('.*', STE), (path, s24.DotPolicy())))
 
   def test_the_first_match_decides(self):
     matched = rules.match_rules(params(), recipe(('h_0/.*', FST), ('.*/mlp/.*', STE)))

@@ -118,6 +118,27 @@ class SumsTest(parameterized.TestCase):
     self.assertRegex('\n'.join(logs.output), message)
 
   @parameterized.named_parameters(
+    ('a_scale', lambda params, x: x * params['other'], r'other of shape .*: mul .* before a matmul reads it'),
+    ('a_table', lambda params, x: x + params['other'], r'other of shape .*: add .* before a matmul reads it'),
+  )
+  def test_only_what_nothing_follows_is_refused(self, first, message):
+    # Not the weights whose matmuls read what was made of it.
+    params = {name: jnp.ones((16, 16)) for name in ('other', 'query', 'key', 'up')}
+    x = jnp.ones((16, 16))
+
+    def loss(params, x):
+      x = first(params, x)
+      scores = (x @ params['query']) @ (x @ params['key']).T
+      return _loss(jax.nn.softmax(scores) @ x @ params['up'])
+
+    with self.assertRaises(ValueError) as refused:
+      s24.bind(s24.recipes.ste('.*'), loss, params, x)
+    self.assertRegex(str(refused.exception), message)
+    self.assertNotIn('\n', str(refused.exception))
+    bound = s24.bind(s24.recipes.ste('.*').with_dense('other'), loss, params, x)
+    self.assertEqual([weight.path for weight in bound.weights], ['key', 'query', 'up'])
+
+  @parameterized.named_parameters(
     ('squares', lambda w, x: _loss(x @ w) + 0.1 * _squares(w)),
     ('norm', lambda w, x: _loss(x @ w) + 0.1 * jnp.linalg.norm(w)),
     ('groups', lambda w, x: _loss(x @ w) + jnp.sum(jnp.sqrt(jnp.sum(w**2, 0) + 1e-6))),
