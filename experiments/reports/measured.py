@@ -19,7 +19,6 @@ _KINDS = {
 }  # fmt: skip
 _ROLES = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient', 'plain': ''}
 _OVER_DENSE = ('over dense without zeros', 'sustained', 'with zeros', 'sustained')
-_RIVALS = ('dense', 'dense_fp8')
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -171,28 +170,6 @@ def meshes() -> str:
       *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, twins[0])), len(many),
     ])  # fmt: skip
   head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense', 'processes')
-  return table(head, rows)
-
-
-def clocks() -> str:
-  """Steps of models of few wide layers on bytes, of which nearly all is layers: milliseconds and gains, by process.
-
-  The mean step of a run, of all phases.
-  """
-  found: dict[tuple[Any, ...], dict[str, list[tuple[float, Record]]]] = {}
-  records = provenance.read('race_clocks.jsonl')
-  for r in records:
-    shape = r['shape']
-    model = f'{shape["layers"]} layers of width {shape["d"]:,}, {r["batch"]} x {r["length"]:,}'
-    steps = found.setdefault((shape['d'], model), {}).setdefault(r['contender'], [])
-    steps.append((r['step_ms'], r))
-  rows = []
-  for (_, model), steps in sorted(found.items()):
-    ms = {who: float(np.median([one for one, _ in many])) for who, many in steps.items()}
-    for i, (who, many) in enumerate(sorted(steps.items(), key=lambda item: -ms[item[0]])):
-      gains = ['' if who in _RIVALS and ms[who] >= ms[rival] else f'{ms[rival] / ms[who]:.2f}' for rival in _RIVALS]
-      rows.append(['' if i else model, many[0][1]['title'], f'{ms[who]:.1f}', *gains, len(many)])
-  head = ('model, bytes a step', 'method', 'step, ms', 'times as fast as dense', 'as dense FP8', 'processes')
   return table(head, rows)
 
 

@@ -197,7 +197,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'compile time': measured.compile_time,
     'compile seconds': measured.compile_seconds,
     'speed': lambda: speed.markdown(_speed()),
-    'steps of wide layers': measured.clocks,
     'matmuls': measured.matmuls,
     'attention': measured.attention,
     'V:N:M matmuls': measured.vnm_matmuls,
