@@ -32,7 +32,8 @@ _FST = tuple(ffn.GROUPS['bf16'][1:])
 _TWO_OF_FOUR_TOKENS = [
   f'ffn-{pattern}-two_of_four_tokens-16384x4096x16384' for pattern in ('128x2x8', '128x2x16', '64x2x8', '64x2x16')
 ]
-_FP8 = tuple(name for name in ffn.GROUPS['fp8'] if name.startswith('s_ste'))
+_FP8 = tuple(name for name in ffn.GROUPS['fp8'] if '16384x4096' in name)
+_FP8_32768 = tuple(name for name in ffn.GROUPS['fp8'] if name.startswith('s_ste') and name not in _FP8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,8 @@ MEASUREMENTS = {
   'fp8-check': _blocks('--check-only --select fp8', 240),
   'fst-block': _blocks('--select fst-gelu-16384x4096x16384 --skip-check --explain --rounds 4 --steps 60', 150),
   'fst-blocks': _blocks(f'--select {" ".join(_FST)} --skip-check --explain --rounds 4 --steps 6', 180),
-  'fp8-blocks': _blocks(f'--select {" ".join(_FP8[:2])} --skip-check --explain --rounds 3 --steps 20', 180),
-  'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8[2:])} --skip-check --explain --rounds 4 --steps 30', 240),
+  'fp8-blocks': _blocks(f'--select {" ".join(_FP8)} --skip-check --explain --rounds 3 --steps 20', 300),
+  'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8_32768)} --skip-check --explain --rounds 4 --steps 30', 240),
   'vnm-blocks': _vnm('--select block --explain', 180),
   'vnm-blocks-settings': _vnm(
     f'--select ffn-128x2x8-dense_neurons-16384x4096x16384 {" ".join(_TWO_OF_FOUR_TOKENS)} --explain', 180,
