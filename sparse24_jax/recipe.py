@@ -274,7 +274,8 @@ class Recipe:
     """The recipe with some of the weights that its rules match left as a dense model has them.
 
     Args:
-      *paths: regular expressions that match the whole path of those weights.
+      *paths: regular expressions that match the whole path of those weights. What they match may be dense anyway, as
+        the scale of a norm is until a scan stacks it; one that matches nothing is an error.
 
     >>> import jax.numpy as jnp, sparse24_jax as s24
     >>> params = {'table': jnp.ones((8, 8)), 'up': jnp.ones((8, 8))}

@@ -179,7 +179,7 @@ def _given_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are'
         f' {listed(weights) or weights}: a rule takes those whose whole path it matches and no earlier rule does'
-        f'{f". It matches {listed(others)}: dense without a rule, leave this one out" if others else ""}'
+        f'{f". It matches {listed(others)}; these are dense without a rule: leave this one out" if others else ""}'
         f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
         f'{_IN_ONE if alone else ""}'
       )

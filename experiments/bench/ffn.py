@@ -2,7 +2,7 @@
 
 Timed is one jitted call that takes weights, tokens, the output's cotangent and the projection's state (mask or scale)
 and gives the output and the gradients of weights and tokens. Packing, MVUE and quantisation are inside; the search for
-masks is not, since training does it every 40 steps (`train_step` has it). The dense twin is the fastest of the forms
+masks is not, since training does it every 40 steps. The dense twin is the fastest of the forms
 in `DENSE_FORMS`; for FP8 there is a dense FP8 twin as well.
 """
 

@@ -2,7 +2,7 @@
 
 A table of a document is preceded by a comment that says which records its figures are from:
 
-  <!-- records: train_step.jsonl ffn.jsonl?device=NVIDIA H200 -->
+  <!-- records: best_steps.jsonl; ffn.jsonl?device=NVIDIA H200 -->
   <!-- records: none, these are settings -->
 
 Files are those of `experiments/results/`, each with conditions on fields of its records after a question mark, or

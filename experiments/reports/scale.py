@@ -58,13 +58,13 @@ def page() -> str:
   basis = (
     f'A step has {formula.TOKENS:,} tokens in sequences of {shape["length"]:,}, micro-batches of at most '
     f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
-    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step takes '
-    f'{compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step {compute.saved * 1e15:.1f} fs less for a '
-    'parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 on the layout does not fit. *Received* is '
-    'what it receives in a step. The last two columns say how many times faster the sparse step is: *hidden* if the '
-    'shorter of computing and communication hides behind the longer, *apart* if nothing hides. Dense and '
-    'sparse differ in traffic only under FSDP, which gathers packed weights. The measured step '
-    'includes packing; the formula does not say how its time changes with the number of GPUs.'
+    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step that recomputes its '
+    f'blocks would take {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse one '
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
+    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
+    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
+    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
+    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
   return f"""# Many GPUs, on paper and by simulation
 

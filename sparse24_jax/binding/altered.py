@@ -1,6 +1,6 @@
 """Weights that are changed before their matmul, or that something else than a matmul reads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Altered(NamedTuple):
@@ -24,6 +24,12 @@ ENTRY_BY_ENTRY = frozenset((
   'lt', 'max', 'min', 'mul', 'name', 'ne', 'neg', 'not', 'or', 'pow', 'reduce_precision', 'rem', 'round', 'rsqrt',
   'select_n', 'sign', 'sin', 'sqrt', 'square', 'sub', 'tan', 'tanh', 'xor',
 ))  # fmt: skip
+
+
+def asks_if_a_number(equation: Any) -> bool:
+  """Whether an equation asks of entries whether they are numbers, or finite: the same of a weight and the projected."""
+  name = equation.primitive.name
+  return name == 'is_finite' or (name == 'ne' and equation.invars[0] is equation.invars[1])
 
 
 def harmless(by: str) -> bool:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.altered import ENTRY_BY_ENTRY
+from sparse24_jax.binding.altered import asks_if_a_number, ENTRY_BY_ENTRY
 from sparse24_jax.binding.products import follow_products, matrices, Operand, Product, product_of, with_axes
 from sparse24_jax.binding.tracing import Traced
 from sparse24_jax.binding.values import Place
@@ -186,8 +186,7 @@ class _Walk(NamedTuple):
     if name == 'optimization_barrier':
       return given
     found = _union(given)
-    # These say the same of the projected weight.
-    if name == 'is_finite' or (name == 'ne' and equation.invars[0] is equation.invars[1]):
+    if asks_if_a_number(equation):
       found = Mark(
         after=found.after, numbers=found.numbers, inputs=found.inputs, arrays=found.arrays, data=found.data
       )
@@ -234,13 +233,9 @@ class _Walk(NamedTuple):
     for path, text in texts.items() if equation.outvars and (found.data or found.after) else ():
       _tell(self.problems, path, text)
     others = found._replace(weights=found.weights - texts.keys())
-    if others.weights and (name := _jax.name_of(equation)) in _MATMULS:  # which reads those as ever
-      lost = frozenset(texts)
-      given = [
-        mark._replace(weights=mark.weights - lost, sums=mark.sums.union((p, texts[p]) for p in mark.weights & lost))
-        for mark in given
-      ]
-      return [self._matmul(equation, given, name)]
+    if others.weights and (name := _jax.name_of(equation)) in _MATMULS:  # which still reads the others
+      made = self._matmul(equation, [mark._replace(weights=mark.weights.difference(texts)) for mark in given[:2]], name)
+      return [made._replace(sums=made.sums | texts.items())]
     sums = found.sums | self._summed(equation, others) | texts.items()
     found = found._replace(weights=frozenset(), sums=sums, by_hand='', products=frozenset())
     return [found] * len(equation.outvars)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax, calls, shards
 from sparse24_jax.binding.activations import ELEMENTWISE
-from sparse24_jax.binding.altered import Altered, ENTRY_BY_ENTRY, harmless
+from sparse24_jax.binding.altered import Altered, asks_if_a_number, ENTRY_BY_ENTRY, harmless
 from sparse24_jax.binding.blocks import Apart, find_block, roots_of
 from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.numbers import number_in, number_of, row_of
@@ -97,7 +97,7 @@ class _Interpreter(calls.Interpreter):
     arrays = [value.array for value in values]
     out = [Value(array) for array in _jax.rebind(equation, arrays)]
     marks = [value.mark for value in values]
-    if not any(marks):
+    if not any(marks) or asks_if_a_number(equation):
       return out
     if name in _EACH_AS_IT_IS:
       for one, value in zip(out, values, strict=True):

@@ -61,7 +61,8 @@ class MatchTest(parameterized.TestCase):
       rules.match_rules(params(), recipe((path, STE)))
 
   def test_a_pattern_of_vectors_alone_is_named_as_such(self):
-    with self.assertRaisesRegex(ValueError, r'does\. It matches .*bias.*: dense without a rule, leave this one out$'):
+    message = r'does\. It matches .*bias.*; these are dense without a rule: leave this one out$'
+    with self.assertRaisesRegex(ValueError, message):
       rules.match_rules(params(), recipe(('.*', STE), ('.*/bias', STE)))
 
   def test_what_is_dense_anyway_may_be_named_as_dense(self):

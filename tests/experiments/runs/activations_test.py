@@ -93,7 +93,7 @@ class MeasureTest(parameterized.TestCase):
                      {activations.ZEROS: 1.0, activations.KEPT: 1.0, activations.KEPT_SUM: 1.0})  # fmt: skip
 
   @parameterized.parameters('dense', 'sparse')
-  @pytest.mark.slow
+  @pytest.mark.few
   def test_probe_sees_what_the_first_layer_computes(self, phase):
     parts, state = at_start()
     found = probed(phase)

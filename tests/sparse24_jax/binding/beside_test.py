@@ -138,6 +138,27 @@ class SumsTest(parameterized.TestCase):
     bound = s24.bind(s24.recipes.ste('.*').with_dense('other'), loss, params, x)
     self.assertEqual([weight.path for weight in bound.weights], ['key', 'query', 'up'])
 
+  def test_a_penalty_may_multiply_what_nothing_follows(self):
+    params = {name: jnp.ones((16, 16)) for name in ('mix', 'up', 'down')}
+
+    def loss(params, x):
+      penalty = _squares((params['mix'] * jnp.abs(params['up'])) @ params['down'])
+      return _loss(jax.nn.relu(x @ params['up']) @ params['down']) + penalty
+
+    bound = s24.bind(s24.recipes.ste('up|down'), loss, params, jnp.ones((4, 16)))
+    self.assertEqual([weight.path for weight in bound.weights], ['down', 'up'])
+
+  @parameterized.named_parameters(
+    ('selected', lambda p, x: p['other'] @ jnp.where(jnp.isfinite(p['up']), p['down'], 0.0)),
+    ('multiplied', lambda p, x: (jnp.isfinite(p['up']) * x) @ (jnp.isfinite(p['up']) * p['down'])),
+    ('no_nan', lambda p, x: x @ jnp.where(jnp.isnan(p['up']), 0.0, p['down'])),
+  )
+  def test_what_asks_whether_a_weight_is_finite_hides_no_other(self, more):
+    params = {name: jnp.ones((16, 16)) for name in ('other', 'up', 'down')}
+    loss = lambda p, x: _loss(x @ p['up'] @ p['down'] + more(p, x))  # noqa: E731
+    with self.assertRaisesRegex(ValueError, '^down of shape .* changes it before a matmul reads it'):
+      s24.bind(s24.recipes.ste('up|down'), loss, params, jnp.ones((16, 16)))
+
   @parameterized.named_parameters(
     ('squares', lambda w, x: _loss(x @ w) + 0.1 * _squares(w)),
     ('norm', lambda w, x: _loss(x @ w) + 0.1 * jnp.linalg.norm(w)),
