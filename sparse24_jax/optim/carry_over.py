@@ -27,7 +27,8 @@ def carry_over(new: Any, old: Any) -> Any:
   refused. Outside of `jit` there are two sets of moments in memory, as `tx.init` makes one.
 
   Args:
-    new: of the recipe from here on, and the parameters as they are now; any chain with `sparse_training` in it.
+    new: of the recipe from here on, and the parameters as they are now; any chain with `sparse_training` in it. Where
+      `old` is the `opt_state` of an `nnx.Optimizer`, that of another one: `nnx.Optimizer(model, tx, wrt=nnx.Param)`.
     old: the state so far, of the same chain, or of one that has the inner optimizer in the place of `sparse_training`.
 
   Returns:
@@ -75,6 +76,11 @@ _NO_SUCH_STATE = (
 def _same(where: str, new: Any, old: Any) -> Any:
   """The old state; ValueError if it is of another optimizer, or of other parameters."""
   if jax.tree.structure(new) != jax.tree.structure(old):
+    if jax.tree.structure(unboxed(new)) == jax.tree.structure(unboxed(old)):
+      raise ValueError(
+        'old holds its arrays in other variables of Flax than new: of an nnx.Optimizer new is not tx.init(params), but'
+        ' nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state'
+      )
     raise ValueError(f'{_NO_SUCH_STATE}: its inner state is of another kind')
   for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
     kinds = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in (a, b)]

@@ -149,6 +149,15 @@ class CarryOverTest(parameterized.TestCase):
     made[1].update(model, nnx.state(model, nnx.Param))
     self.assertEqual(int(made[1].opt_state.count[...]), 2)
 
+  def test_the_state_of_an_nnx_optimizer_beside_that_of_tx_init(self):
+    model, recipe = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), s24.recipes.s_ste('kernel')
+    tx, params = s24.sparse_training(optax.adam(1e-2), recipe), nnx.state(model, nnx.Param)
+    for before in (tx, optax.adam(1e-2)):  # or dense so far
+      old = nnx.Optimizer(model, before, wrt=nnx.Param).opt_state
+      with self.assertRaisesRegex(ValueError, r'new is not tx\.init\(params\), but nnx\.Optimizer\(model, tx, wrt'):
+        s24.carry_over(tx.init(params), old)
+      s24.carry_over(nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state, old)
+
   def test_what_is_no_such_state(self):
     tx = optimizer(s24.recipes.ste('up'))
     _, state = trained(tx, 1)
