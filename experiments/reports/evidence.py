@@ -80,6 +80,10 @@ OPTIONS: Sequence[Option] = (
     ('fst_fp8_all_exact_down_to_the_end',), ends_sparse=True, only='tables',
   ),
   Option(
+    'FST, FP8, exact weight gradients of down, dense for a third', 'transposable_srste_fp8',
+    ('fst_fp8_all_exact_down_dense_third',), only='tables',
+  ),
+  Option(
     'S-STE, FP8, gradients in e4m3, exact weight gradients of down', 's_ste_fp8', ('s_ste_fp8_all_e4m3_exact_down',),
     ends_sparse=True, only='tables',
   ),

@@ -181,6 +181,9 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_fp8_all_exact_down_to_the_end': of(
     'fst_fp8_all', 'exact weight gradients of down', 'sparse to the end', kwargs=_EXACT_DOWN | {'dense_fraction': 0.0}
   ),
+  'fst_fp8_all_exact_down_dense_third': of(
+    'fst_fp8_all', 'exact weight gradients of down', 'dense for a third', kwargs=_EXACT_DOWN | {'dense_fraction': 1 / 3}
+  ),
   # What the format of gradients costs.
   's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
   'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
