@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 _DEFAULT = (None, jax.lax.Precision.DEFAULT)
-_NAMES = ('default', 'high', 'highest')
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
   """Precision and dtype of a matmul's result, as a model writes them.
 
-  A sum of float32 is what every matmul of the library has. So it takes nothing to honour a precision between operands
-  of 16 bits, whose products are exact in float32. A wider result is another thing: its gradient is as wide, and kernels
-  take gradients of 16 bits.
+  Every matmul of the library sums in float32, in which products of 16-bit operands are exact. So any precision of such
+  operands is honoured for free. A wider result is another thing: its gradient is as wide, and kernels take gradients of
+  16 bits.
 
   Attributes:
     precision: as `jax.lax.dot_general` takes it, of the activations and the weight if there are two.
@@ -30,7 +29,7 @@ class Asked:
   def of(cls, precision: Any, preferred_element_type: Any, operands: Any) -> 'Asked':
     """What the arguments of a matmul ask of it, by the dtype of its operands; defaults are left out."""
     pair = tuple(precision) if isinstance(precision, tuple | list) else (precision,)
-    pair = tuple(jax.lax.Precision(p) if p in _NAMES else p for p in pair)
+    pair = tuple(map(_precision, pair))
     plain = all(p in _DEFAULT for p in pair)
     if preferred_element_type is None or jnp.dtype(preferred_element_type) == operands:
       dtype = None
@@ -75,6 +74,14 @@ class Asked:
     precision = None if self.precision is None else f'precision={self.precision}'
     dtype = None if self.dtype is None else f'preferred_element_type={self.dtype}'
     return ', '.join(text for text in (precision, dtype) if text)
+
+
+def _precision(asked: Any) -> Any:
+  """A name of JAX's, such as 'float32', as the precision that it stands for; the name of an algorithm as it is."""
+  try:
+    return jax.lax.Precision(asked) if isinstance(asked, str) else asked
+  except ValueError:
+    return asked
 
 
 PLAIN = Asked()

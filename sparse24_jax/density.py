@@ -12,6 +12,11 @@ import jax.numpy as jnp
 _POWERS = {'once': 0, 'linear': 1, 'cubic': 3}
 
 
+def check_whole(name: str, value: Any, least: int) -> None:
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+    raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')
+
+
 def check_share(name: str, value: Any, *, schedule: bool = True) -> None:
   """ValueError unless `value` is a number from 0 to 1, or, where allowed, a function of the step count."""
   if callable(value):
@@ -92,8 +97,7 @@ class DensitySchedule:
       raise ValueError(f'stages must be a tuple of Stage, found {self.stages!r}')
     if not math.isclose(total := sum(stage.fraction for stage in self.stages), 1.0, abs_tol=1e-6):
       raise ValueError(f'the fractions of the stages add up to {total}, not 1: {self.stages}')
-    if not isinstance(self.total_steps, numbers.Integral) or self.total_steps < 1:
-      raise ValueError(f'total_steps={self.total_steps} must be a whole number, 1 or more')
+    check_whole('total_steps', self.total_steps, 1)
     check_share('start', self.start, schedule=False)
 
   def __call__(self, step: Any) -> Array:
@@ -125,8 +129,7 @@ class CosineDecay:
 
   def __post_init__(self):
     check_share('initial', self.initial, schedule=False)
-    if not isinstance(self.steps, numbers.Integral) or self.steps < 1:
-      raise ValueError(f'steps={self.steps} must be a whole number, 1 or more')
+    check_whole('steps', self.steps, 1)
 
   def __call__(self, step: Any) -> Array:
     """float32, shape of `step`."""

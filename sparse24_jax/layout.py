@@ -178,8 +178,8 @@ class Layouts:
 
   def require(self, others: 'Layouts', paths: Iterable[str]) -> None:
     """ValueError unless states of the weights at `paths` that were made under these serve a recipe with others."""
-    if self.of != others.of:
-      path, _ = sorted(set(self.of) ^ set(others.of))[0]
+    if differing := sorted(set(self.of) ^ set(others.of)):
+      path, _ = differing[0]
       made, wanted = (dict(layouts.of).get(path, '[stacked..., in, out]') for layouts in (self, others))
       raise ValueError(
         f'{path}: its state was made for a weight stored as {made}, and the recipe takes it for {wanted}: give'

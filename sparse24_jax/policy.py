@@ -1,10 +1,10 @@
 """How layers and blocks are computed, as frozen, hashable data; this file knows no op and no kernel."""
 
 import dataclasses
-import numbers
 from typing import Any, Literal
 
 from pallas_kernels._choices import check_choices
+from sparse24_jax.density import check_whole
 from sparse24_jax.projection import Projection
 
 # Those of `plan.PRECISIONS`.
@@ -21,11 +21,6 @@ def fp8_precision(fp8: bool | Literal['e4m3']) -> PrecisionName:
   if fp8 not in names:
     raise ValueError(f"fp8={fp8!r} must be False, True or 'e4m3', the format of output gradients")
   return names[fp8]
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-    raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')
 
 
 def repr_of(value: Any, **shown: str) -> str:
@@ -130,8 +125,8 @@ class VNM:
   m: int
 
   def __post_init__(self):
-    _check_whole('v', self.v, 1)
-    _check_whole('m', self.m, 4)
+    check_whole('v', self.v, 1)
+    check_whole('m', self.m, 4)
 
   @property
   def group(self) -> int:
@@ -168,8 +163,8 @@ class Clusters:
   within: int = 0
 
   def __post_init__(self):
-    _check_whole('number', self.number, 1)
-    _check_whole('within', self.within, 0)
+    check_whole('number', self.number, 1)
+    check_whole('within', self.within, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ the library offers are in `projections`; this file knows no kernel.
 from collections.abc import Callable
 import dataclasses
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,9 @@ from sparse24_jax.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
-  """The weight where the state, a mask, is True: at most two in each group of four along axis -2."""
+  """The weight where the state, a mask, is True: at most `n`, one or two, in each group of four along axis -2."""
+
+  n: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Projection(NamedTuple):
       more, so that the states form a tree like the parameters, which Optax, nnx and Orbax all know how to handle.
     apply: `(w, state) -> w~`, the weight that the forward uses: shape and dtype of `w`, 2:4 along axis -2.
     refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight. If it
-      returns the very state that it is given, there is nothing to search, and no step waits for one.
+      does not look at the weight, there is nothing to search, and no step waits for one.
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
     transposable: whether `apply` is 2:4 along axis -1 as well, so that the input gradient can be a sparse matmul.
     divisor: what the lengths of axes -2 and -1 must be multiples of; a shard must hold whole groups of that size.
@@ -104,7 +107,7 @@ def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -
 
 @functools.lru_cache(maxsize=1024)
 def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
-  """Whether the state of such a weight is to be chosen anew: not if `refresh` returns the state that it is given.
+  """Whether the state of such a weight is to be chosen anew: not if `refresh` does not look at the weight.
 
   >>> import sparse24_jax as s24
   >>> [is_searched(p, (8, 4), 'float32') for p in (s24.magnitude(), s24.soft_threshold_projection())]
@@ -114,15 +117,10 @@ def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> b
     return True
   if projection.layout is not None:
     return is_searched(projection.matrix, projection.layout.matrix_shape(shape), dtype)
-  kept = False
-
-  def refresh(w: Array) -> None:
-    nonlocal kept
-    state = projection.init(w)
-    kept = projection.refresh(w, state) is state
-
-  jax.eval_shape(refresh, jax.ShapeDtypeStruct(shape, dtype))
-  return not kept
+  w = jax.ShapeDtypeStruct(shape, dtype)
+  jaxpr = jax.make_jaxpr(projection.refresh)(w, abstract_state(projection, shape, dtype)).jaxpr
+  read = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+  return any(atom is jaxpr.invars[0] for atom in read)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -140,7 +138,11 @@ _CALLS: dict[Projection, tuple[Callable[..., Any], tuple]] = {}
 
 
 def remembered(make: Callable[..., Projection]) -> Callable[..., Projection]:
-  """`functools.cache` for what makes projections, by which they can be pickled as well."""
+  """`functools.cache` for what makes projections, by which they can be pickled as well.
+
+  Calls that ask for the same make one object: an argument at its default, by its name or in its place is the same.
+  """
+  signature = inspect.signature(make)
 
   @functools.cache
   def cached(*args: Any, **kwargs: Any) -> Projection:
@@ -148,7 +150,15 @@ def remembered(make: Callable[..., Projection]) -> Callable[..., Projection]:
     _CALLS[projection] = (functools.partial(remembering, *args, **kwargs), ())
     return projection
 
-  remembering = functools.wraps(make)(cached)
+  @functools.wraps(make)
+  def remembering(*args: Any, **kwargs: Any) -> Projection:
+    try:
+      bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+      raise TypeError(f'{make.__name__}: {error}') from None
+    bound.apply_defaults()
+    return cached(*bound.args, **bound.kwargs)
+
   return remembering
 
 

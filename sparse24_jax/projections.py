@@ -13,6 +13,7 @@ from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.pack.api import transposable_mask
 from pallas_kernels.two_of_four.prune import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.two_of_four.transposable import two_approximation_mask
+from sparse24_jax.density import check_whole
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projection import Form, Masked, Projection, remembered, SoftThreshold, TransposableMasked
 from sparse24_jax.topology import Distribution, Schedule, Start, Structure, Topology
@@ -27,7 +28,7 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
     m: entries of a group.
 
   Raises:
-    ValueError: `n` is not in that range.
+    ValueError: `n` is not a whole number in that range, or `m` is none.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> projection = s24.magnitude()
@@ -35,9 +36,11 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   >>> projection.apply(w, projection.init(w))[:, 0].tolist()
   [0.0, -3.0, 2.0, 0.0]
   """
-  if not 0 < n <= m:
+  check_whole('n', n, 1)
+  check_whole('m', m, 1)
+  if n > m:
     raise ValueError(f'n={n} of m={m}: n must be from 1 to m')
-  form = Masked() if (n, m) in ((2, 4), (1, 4)) else None
+  form = Masked(n) if (n, m) in ((2, 4), (1, 4)) else None
   return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1), form=form)
 
 

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from pallas_kernels._choices import check_choices
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
+from sparse24_jax.density import check_whole
 from sparse24_jax.layout import Layout, Layouts, MadeBy
 from sparse24_jax.policy import ActivationPolicy, DotPolicy, repr_of
 from sparse24_jax.projection import Projection
@@ -178,11 +179,12 @@ def _kind(projection: Projection | None) -> str | None:
   return f'dynamic_sparse {getattr(projection.update, "structure", None) or "without structure"}'
 
 
-def _is_decay(value: Any) -> bool:
+def is_decay(value: Any) -> bool:
+  """Whether masked decay may be this number, which may be traced: finite, and zero or more."""
   if isinstance(value, Tracer):  # under optax.inject_hyperparams: its value is not known here
     return value.shape == ()
   value = float(value) if isinstance(value, Array) and value.shape == () else value
-  return isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
+  return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +229,10 @@ class Recipe:
     for name, values, kind in (('rules', self.rules, Rule), ('phases', self.phases, Phase)):
       if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
         raise ValueError(f'{name} must be a tuple of {kind.__name__}, found {values!r}')
-    if not callable(self.masked_decay) and not _is_decay(self.masked_decay):
+    if not callable(self.masked_decay) and not is_decay(self.masked_decay):
       raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
     check_choices(self)
-    if not isinstance(self.refresh_every, numbers.Integral) or self.refresh_every < 1:
-      raise ValueError(f'refresh_every={self.refresh_every} must be a whole number of steps, 1 or more')
+    check_whole('refresh_every', self.refresh_every, 1)
     total = sum(phase.fraction for phase in self.phases)
     if not math.isclose(total, 1.0, abs_tol=1e-6):
       raise ValueError(f'the fractions of the phases add up to {total}, not 1: {self.phases}')

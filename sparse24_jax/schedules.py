@@ -18,7 +18,7 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
     total_steps: of the run.
 
   Raises:
-    ValueError: `recipe` is none; `step` is not in `[0, total_steps)`, or is traced.
+    ValueError: `recipe` is not a Recipe; `step` is not in `[0, total_steps)`, or is traced.
 
   Source: Hu et al., arXiv 2404.01847, section 4.4 (dense fine-tuning).
 
@@ -60,7 +60,7 @@ def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
     total_steps: of the run.
 
   Raises:
-    ValueError: `step` is not in `[0, total_steps)`.
+    ValueError: `recipe` is not a Recipe; `step` is not in `[0, total_steps)`, or is traced.
 
   >>> import sparse24_jax as s24
   >>> local = s24.AttentionPattern('local', 128)
@@ -68,12 +68,13 @@ def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
   >>> s24.attention_at(recipe, 10, 100), s24.attention_at(recipe, 95, 100)
   (AttentionPattern(kind='local', window=128), None)
   """
+  require_recipe(recipe, 'attention_at(recipe, step, total_steps)')
   return _phase(recipe, step, total_steps).attention
 
 
 def _require_python_value(step: int) -> None:
   if isinstance(step, Tracer):
-    raise ValueError('step is traced: a phase is a Python value, found outside of the jitted step, one step a phase')
+    raise ValueError('step is traced: give a Python number, outside of jit, and compile a step for each phase')
 
 
 def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:

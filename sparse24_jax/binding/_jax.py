@@ -53,6 +53,11 @@ def is_drop(variable: Any) -> bool:
   return isinstance(variable, jex.DropVar)
 
 
+MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
+# What hands on its operand as it is: elsewhere, or divided or typed otherwise.
+MOVES = ('copy', 'copy_p', 'device_put', 'mesh_cast', 'pcast', 'pvary', 'reshard', 'sharding_constraint')
+
+
 def rebind(equation: Any, arrays: Sequence[Any]) -> list[Any]:
   """Runs an equation on other arguments, under its own names and settings."""
   params = equation.primitive.get_bind_params(equation.params)

@@ -61,7 +61,6 @@ class Mark(NamedTuple):
 
 _WRITES = ('swap', 'addupdate')
 _NONE = Mark()
-_MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
 # What holds the entries of its operands.
 _ENTRIES = ENTRY_BY_ENTRY | FOLLOWED | {'concatenate', 'pad', 'real', 'rev', 'stack'}
 _ADDS = ('add', 'add_any', 'sub')
@@ -181,7 +180,7 @@ class _Walk(NamedTuple):
       return self._lost(equation, given, place)
     if not equation.outvars:  # a call out of the program
       return []
-    if name in _MATMULS:
+    if name in _jax.MATMULS:
       return [self._matmul(equation, given[:2], name)]
     if name == 'optimization_barrier':
       return given
@@ -233,7 +232,7 @@ class _Walk(NamedTuple):
     for path, text in texts.items() if equation.outvars and (found.data or found.after) else ():
       _tell(self.problems, path, text)
     others = found._replace(weights=found.weights - texts.keys())
-    if others.weights and (name := _jax.name_of(equation)) in _MATMULS:  # which still reads the others
+    if others.weights and (name := _jax.name_of(equation)) in _jax.MATMULS:  # which still reads the others
       made = self._matmul(equation, [mark._replace(weights=mark.weights.difference(texts)) for mark in given[:2]], name)
       return [made._replace(sums=made.sums | texts.items())]
     sums = found.sums | self._summed(equation, others) | texts.items()

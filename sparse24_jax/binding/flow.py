@@ -114,7 +114,6 @@ class Found(NamedTuple):
 
 
 _NONE = Marks()
-_MATMULS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 # A sum with something else is another weight, or a gradient with decay.
 _SUMS = frozenset(('add', 'add_any', 'sub'))
 _TESTS = frozenset(('eq', 'ne', 'lt', 'le', 'gt', 'ge', 'is_finite'))
@@ -199,7 +198,7 @@ class _Flow(NamedTuple):
       if called == ROUNDED_TO_FP8:
         return [mark._replace(fp8=True) for mark in given]
       return [self.made[called].of_update(len(before))] if called in self.made else list(given)
-    if name in _MATMULS:
+    if name in _jax.MATMULS:
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
       return [self._matmul(equation, given, [mark._replace(dense=frozenset()) for mark in given])] * outs

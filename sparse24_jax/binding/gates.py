@@ -10,8 +10,8 @@ from sparse24_jax.binding import _jax
 
 # What hands on the entries of its operand.
 ARRANGING = frozenset((
-  'convert_element_type', 'reduce_precision', 'broadcast_in_dim', 'reshape', 'transpose', 'squeeze', 'expand_dims',
-  'copy', 'copy_p', 'device_put', 'sharding_constraint', 'pvary', 'pcast',
+  *_jax.MOVES, 'broadcast_in_dim', 'convert_element_type', 'expand_dims', 'name', 'reduce_precision', 'reshape',
+  'squeeze', 'transpose',
 ))  # fmt: skip
 # Of zeros and ones these may make some again, of other numbers none but by chance.
 _ARITHMETIC = frozenset((

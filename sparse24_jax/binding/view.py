@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse24_jax.binding import _jax
+
 
 class Run(NamedTuple):
   """A run over one axis of a weight: entries 0, stride, 2 stride, ... of it, `size` of them."""
@@ -294,13 +296,7 @@ def _all_gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) ->
 
 
 _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | list[View] | None]] = {
-  **dict.fromkeys(
-    (
-      'copy', 'copy_p', 'device_put', 'mesh_cast', 'name', 'pvary', 'pcast', 'reshard',
-      'sharding_constraint', 'stop_gradient',
-    ),
-    _same,
-  ),
+  **dict.fromkeys((*_jax.MOVES, 'name', 'stop_gradient'), _same),
   'all_gather': _all_gather,
   'all_gather_invariant': _all_gather,
   'broadcast_in_dim': _broadcast,

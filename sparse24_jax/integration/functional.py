@@ -6,11 +6,11 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import formats
 from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.layout import Layout
-from sparse24_jax.masks import verify24
 from sparse24_jax.optim import (
   holds_state,
   named_one,
@@ -100,8 +100,9 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
     pattern, as `rigl`, the shares are all there is to check.
 
   Raises:
-    ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection
-      along both), with the group that is not, or that holds NaN; or weights whose axes nothing tells.
+    ValueError: names the first weight that is not 2:4, or 1:4 if that is its projection, along what its matmul
+      contracts (of a transposable projection along both), with the group that is not, or that holds NaN; or weights
+      whose axes nothing tells.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -136,11 +137,11 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 
 
 def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:
-  """Raises ValueError where a projected weight, as [in, out], is not 2:4 along what its projection packs."""
+  """Raises ValueError where a projected weight, as [in, out], has too few zeros along what its projection packs."""
   axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
   for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
     try:
-      verify24(w, axis=axis)
+      formats.verify(w, axis=axis, n=form.n if isinstance(form, Masked) else 2)
     except ValueError as error:
       message = str(error)
       if not layout.is_standard:

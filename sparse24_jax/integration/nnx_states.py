@@ -29,7 +29,7 @@ from sparse24_jax.binding import origin
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.fingerprint import counts_of
 from sparse24_jax.packing import PackedWeight
-from sparse24_jax.projection import Projection
+from sparse24_jax.projection import is_searched, Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, listed, match_rules
 
@@ -163,7 +163,8 @@ class Sparse(nnx.Module):
     mine = [path for path, of in known.items() if path in rules and not origin.is_of(of.sums, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
     packed = {path for path in projections if _is_packed(states[path])}
-    chosen = [path for path, p in projections.items() if path not in packed and _reads_weight(p, weights[path])]
+    searched = {path for path, p in projections.items() if is_searched(p, *_like(weights[path]))}
+    chosen = [path for path in projections if path in searched - packed]
     moving = {path for path, p in projections.items() if p.update is not None} - packed
     waiting = set(chosen) if self.recipe.refresh_every > 1 else set()
     # Of a shard nothing is known: what only the optimizer knows is used as it is, and other masks are chosen anew.
@@ -249,6 +250,10 @@ def _is_packed(state: Any) -> bool:
   return isinstance(state.value if isinstance(state, WeightState) else state, PackedWeight)
 
 
+def _like(w: Any) -> tuple[tuple[int, ...], Any]:
+  return w.shape, jnp.result_type(w)
+
+
 def _refreshed(projection: Projection, w: Array, state: Any) -> Any:
   """The state that a refresh finds in a weight; `w` as it is stored, the state by its matrices."""
   matrix, layout = projection.matrix or projection, projection.layout_of(w)
@@ -261,14 +266,3 @@ def _divided(projection: Projection, w: Array, state: Any) -> Any:
   return WeightState.mapped(lambda s: _partitioning.like(s, matrix) if s.shape == matrix.shape else s, state)
 
 
-def _reads_weight(projection: Projection, w: Any) -> bool:
-  matrix = projection.matrix or projection
-  return _refresh_reads(matrix, projection.layout_of(w).matrix_shape(w.shape), jnp.result_type(w))
-
-
-@functools.lru_cache(maxsize=1024)  # a search takes a while to trace
-def _refresh_reads(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
-  """Whether a refresh looks at the weight at all."""
-  w = jax.ShapeDtypeStruct(shape, dtype)
-  jaxpr = jax.make_jaxpr(projection.refresh)(w, jax.eval_shape(projection.init, w)).jaxpr
-  return any(atom is jaxpr.invars[0] for equation in jaxpr.eqns for atom in equation.invars)

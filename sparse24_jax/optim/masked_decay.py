@@ -1,6 +1,5 @@
 """lambda (1 - M) W: what pulls pruned weights to zero."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from sparse24_jax.optim._weights import wider
+from sparse24_jax.recipe import is_decay
 
 
 class AddMaskedDecayState(NamedTuple):
@@ -62,8 +62,7 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
   >>> updates['w'].tolist()
   [0.0, -0.20000000298023224]
   """
-  given = not callable(decay) and not isinstance(decay, jax.core.Tracer)  # traced under optax.inject_hyperparams
-  if given and not (math.isfinite(decay) and decay >= 0):
+  if not callable(decay) and not is_decay(decay):
     raise ValueError(f'decay={decay} must be a finite number of zero or more, or a schedule')
 
   def init(params: Any) -> AddMaskedDecayState:

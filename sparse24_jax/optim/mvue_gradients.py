@@ -25,8 +25,8 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
 
   Args:
     key: a JAX random key; step and leaf are folded in.
-    axis: the grouped axis of each matrix. Leaves of fewer than two axes, or whose length along it is no multiple of
-      four, pass unchanged.
+    axis: the grouped axis of each matrix. Leaves of fewer than two axes, without that axis, or whose length along it is
+      no multiple of four, pass unchanged.
 
   Returns:
     A gradient transformation.
@@ -54,9 +54,13 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
     step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data, impl=impl), state.count)
     leaves, structure = jax.tree.flatten(updates)
     sampled = [
-      mvue24(g, jax.random.fold_in(step_key, i), axis=axis) if g.ndim >= 2 and g.shape[axis] % 4 == 0 else g
+      mvue24(g, jax.random.fold_in(step_key, i), axis=axis) if g.ndim >= 2 and _has_groups(g, axis) else g
       for i, g in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, sampled), MvueGradientsState(state.key_data, optax.safe_increment(state.count))
 
   return optax.GradientTransformation(init, update)
+
+
+def _has_groups(g: Array, axis: int) -> bool:
+  return -g.ndim <= axis < g.ndim and g.shape[axis] % 4 == 0

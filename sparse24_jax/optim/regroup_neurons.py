@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.clusters import join_clusters
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import boxed, unboxed
 from sparse24_jax.recipe import Recipe
@@ -45,6 +46,7 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
     for path, rule in match_rules(params, recipe).items()
     if (p := rule.policy.projection) and p.clusters
   }
+  find_state(opt_state, SparseTrainingState, 'sparse_training')
   if not found:
     return opt_state
 

@@ -66,6 +66,7 @@ def scale_by_step_adam(
   window = max(1, round(1 / (1 - b2)))
 
   def init(params: Any) -> StepAdamState:
+    _watched(params, path)
     mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), _NONE_YET, jnp.float32))
 
@@ -87,11 +88,14 @@ def scale_by_step_adam(
 
 def _mean_change(new: Any, old: Any, path: str) -> Array:
   """Mean |new - old| over the leaves whose path matches, float32 scalar."""
-  changes = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(jnp.float32), new, old)
-  watched = [leaf for name, leaf in leaves_by_path(changes) if re.fullmatch(path, name)]
-  if not watched:
-    raise ValueError(f'path={path!r} matches no parameter')
+  watched = _watched(jax.tree.map(lambda a, b: jnp.abs(a - b).astype(jnp.float32), new, old), path)
   return jnp.stack([jnp.sum(leaf) for leaf in watched]).sum() / float(sum(leaf.size for leaf in watched))
+
+
+def _watched(tree: Any, path: str) -> list[Array]:
+  if not (found := [leaf for name, leaf in leaves_by_path(tree) if re.fullmatch(path, name)]):
+    raise ValueError(f'path={path!r} matches no parameter')
+  return found
 
 
 def step_adam(

@@ -85,6 +85,21 @@ class StateTest(parameterized.TestCase):
     _, params, recipe, opt_state = setting(BLOCKS)
     self.assertIs(regroup_neurons(params, opt_state, recipe), opt_state)
 
+  @parameterized.parameters(BLOCKS, POLICY)
+  def test_a_state_of_another_optimizer_is_refused(self, policy):
+    _, params, recipe, _ = setting(policy)
+    with self.assertRaisesRegex(ValueError, 'holds 0 states of sparse_training'):
+      regroup_neurons(params, optax.adam(0.1).init(params), recipe)
+
+  def test_steps_without_a_refresh_leave_states_that_were_not_searched_anyway(self):
+    _, params, _, _ = setting()
+    recipe = s24.recipes.neuron_level(UP, DOWN, policy=POLICY, refresh_every=2)
+    tx = s24.sparse_training(optax.sgd(0.1), recipe, phase='sparse')
+    state = tx.init(params)
+    for _ in range(2):
+      _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, refresh=False)
+    self.assertTrue(np.isnan(s24.get_flip_rate(state).overall))  # none was counted; it was refused
+
 
 class LayersTest(parameterized.TestCase):
   def expected(self, params, opt_state, x, policy=POLICY):

@@ -1,4 +1,5 @@
 import itertools
+import pickle
 
 from absl.testing import absltest, parameterized
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
+from sparse24_jax.projection import is_searched
 from tests import oracles
 from tests.quick import jit
 
@@ -119,6 +121,24 @@ class ProjectionTest(parameterized.TestCase):
     jax.eval_shape(projection.init, jnp.ones((rows, columns)))
     with self.assertRaises(ValueError):
       projection.init(jnp.ones((rows + rows // 2, columns)))
+
+  def test_calls_that_ask_for_the_same_make_one_object(self):
+    """They were two, so that a block was none, and one density was shared out twice."""
+    self.assertIs(s24.transposable(method='exact'), s24.transposable())
+    self.assertIs(s24.soft_threshold_projection(axis=-2), s24.soft_threshold_projection())
+    drawn = s24.dynamic_sparse(density=0.25, seed=0, start='random')
+    self.assertIs(drawn, s24.dynamic_sparse(0.25))
+    self.assertIs(pickle.loads(pickle.dumps(drawn)), drawn)
+    self.assertIsNot(s24.dynamic_sparse(0.25, seed=1), drawn)
+    with self.assertRaisesRegex(TypeError, "magnitude: got an unexpected keyword argument 'k'"):
+      s24.magnitude(k=2)
+
+  def test_only_a_refresh_that_looks_at_the_weight_is_a_search(self):
+    found = {name: is_searched(projection, W.shape, W.dtype) for name, projection in PROJECTIONS.items()}
+    self.assertEqual([name for name, searched in found.items() if not searched], ['soft_threshold'])
+    own = s24.Projection('own', lambda w: w * 2, lambda w, _: w, lambda w, s: w, lambda w, _: w != 0)
+    self.assertTrue(is_searched(own, W.shape, W.dtype))
+    self.assertFalse(is_searched(own._replace(refresh=lambda w, s: s + 1), W.shape, W.dtype))
 
   def test_names_tell_settings_apart(self):
     self.assertLen({projection.name for projection in PROJECTIONS.values()}, len(PROJECTIONS))

@@ -175,7 +175,9 @@ class PlanTest(absltest.TestCase):
 
     self.assertEqual(plan(None, None).backends.sole, 'mosaic_gpu')
     # Products of 16 bits are exact in float32, in which kernels add.
-    self.assertEqual(plan('highest', 'bfloat16'), plan(None, None))
+    for precision in ('highest', 'float32', 'tensorfloat32', 'fastest', ('bfloat16', 'high')):
+      self.assertEqual(plan(precision, 'bfloat16'), plan(None, None))
+    self.assertEqual(Asked.of('bfloat16', None, 'bfloat16'), Asked())  # another name of the default
     for asked in ((None, 'float32'), (jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, None)):
       found = plan(*asked)
       self.assertFalse(found.packs or found.backends.weight_grad)

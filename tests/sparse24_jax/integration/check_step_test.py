@@ -553,6 +553,19 @@ class CheckStepTest(parameterized.TestCase):
 
     check_of(sparse_alone, around=lambda tx: optax.chain(tx, optax.stateless(changes)))
 
+  def test_updates_that_are_divided_otherwise_and_then_multiplied(self):
+    mesh = jax.make_mesh((1,), ('i',), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def changes(half):
+      return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: half * jax.sharding.reshard(u, jax.P()), updates)
+      )
+
+    with jax.sharding.set_mesh(mesh):
+      check_of(sparse_alone, around=lambda tx: optax.chain(tx, changes(1)))
+      with self.assertRaisesRegex(ValueError, '^w: the update of sparse_training is multiplied by something'):
+        check_of(sparse_alone, around=lambda tx: optax.chain(tx, changes(0.5)))
+
   def test_wrappers_that_hold_updates_back(self):
     for around in (
       lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),

@@ -73,6 +73,13 @@ class ProjectTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'blocks/1/kernel: not 2:4 along axis -2: group'):
       s24.verify_weights(found, recipe)
 
+  def test_of_one_of_four_no_second_is_verified(self):
+    recipe = standard(s24.Recipe('one', (s24.Rule('w', s24.DotPolicy(s24.magnitude(n=1))),)), {'w': jnp.ones((8, 4))})
+    one = jnp.tile(jnp.array([[1.0], [0.0], [0.0], [0.0]]), (2, 4))
+    self.assertEqual(s24.verify_weights({'w': one}, recipe), {'w': 0.75})
+    with self.assertRaisesRegex(ValueError, r'w: not 1:4 along axis -2: group \(0, 0\) holds'):
+      s24.verify_weights({'w': one.at[1].set(2.0)}, recipe)
+
   def test_zeros_are_verified_along_the_axes_that_a_model_contracts(self):
     """A square weight [out, in] with its zeros along out, and one 2:4 along in but not along out."""
     w = gaussian(0, (8, 8))

@@ -36,6 +36,10 @@ class MvueGradientsTest(parameterized.TestCase):
     s24.verify24(updates['stack'], axis=-2)
     s24.verify24(updates['odd'], axis=-2)
 
+  def test_a_leaf_without_the_axis_passes(self):
+    tx, grads = s24.mvue_gradients(KEY, axis=-3), {'a': GRADS['a']}
+    self.assertIs(tx.update(grads, tx.init(grads))[0]['a'], GRADS['a'])
+
   def test_leaves_and_steps_draw_differently_and_reproducibly(self):
     tx = s24.mvue_gradients(KEY)
     update = jax.jit(tx.update)
