@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from experiments.runs.experiment import known_experiments
 
@@ -27,6 +27,15 @@ class _Parser(argparse.ArgumentParser):
     for name in ours:
       message = message.replace(f'did you mean {name!r}?', f'did you mean python -m sparse24_jax {name}?')
     super().error(message)
+
+
+class _EachOnce(argparse.Action):
+  """Several values, none of them twice: a seed that ran twice would make an interval too narrow."""
+
+  def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    if twice := sorted({value for value in values if values.count(value) > 1}):
+      raise argparse.ArgumentError(self, f'{", ".join(map(str, twice))} given twice')
+    setattr(namespace, self.dest, values)
 
 
 def _experiment_arguments(
@@ -64,10 +73,13 @@ def _methods_arguments(
     nargs='+',
     default=[default],
     metavar='METHOD',
-    help='keys of METHODS or GROUPS in experiments/runs/method_table.py, e.g. dense fst (default: %(default)s)',
+    help=f'keys of METHODS or GROUPS in experiments/runs/method_table.py, e.g. dense fst (default: {default})',
   )
   usual = ' '.join(map(str, seeds))
-  parser.add_argument('--seeds', type=int, nargs='+', default=list(seeds), help=f'{what} (default: {usual})')
+  parser.add_argument(
+    '--seeds', type=int, nargs='+', action=_EachOnce,
+    default=list(seeds), help=f'{what} (default: {usual})',
+  )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -146,17 +158,20 @@ def make_parser() -> argparse.ArgumentParser:
   tune = commands.add_parser('tune-decay', help='choose the masked-decay factor, by the loss of short runs')
   _experiment_arguments(tune, 'nano')
   tune.add_argument('--folder', default='runs/tune-decay', help='for runs and records (default: %(default)s)')
-  tune.add_argument('--candidates', type=float, nargs='+', help='decay factors (default: a grid from 0 to 0.2)')
-  tune.add_argument('--share', type=float, default=0.5, help='steps of a run, as a share (default: %(default)s)')
-  tune.add_argument('--seeds', type=int, nargs='+', default=[0, 1], help='a run each (default: 0 1)')
-  tune.add_argument('--results', help='JSON-lines file of records (default: decays.jsonl in the folder)')
+  tune.add_argument(
+    '--candidates', type=float, nargs='+', action=_EachOnce,
+    help='decay factors (default: a grid from 0 to 0.2)',
+  )
+  tune.add_argument('--share', type=float, help='by loss: steps of a run, as a share (default: 0.5)')
+  tune.add_argument('--seeds', type=int, nargs='+', action=_EachOnce, help='by loss: a run each (default: 0 1)')
+  tune.add_argument('--results', help='by loss: JSON-lines file of records (default: decays.jsonl in the folder)')
   tune.add_argument(
     '--by', choices=('loss', 'flips'), default='loss',
     help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up; it needs candidates"
     ' that are large enough',
   )  # fmt: skip
   tune.add_argument(
-    '--steps', type=int, default=0, help='of a run by flips (default: the warm-up, or ten mask refreshes)'
+    '--steps', type=int, help='by flips: of a run (default: the warm-up, or ten mask refreshes)'
   )
 
   report = commands.add_parser('report', help='write one HTML page about any set of runs')
@@ -178,7 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
-  _methods_arguments(compare, 'equal-steps', what='a run each; of --tune the first searches, and it takes 0 to 4')
+  _methods_arguments(compare, 'equal-steps', what='a run each; with --tune the first searches, by default of 0 to 4')
   compare.set_defaults(seeds=None)
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
   compare.add_argument(
@@ -191,12 +206,15 @@ def make_parser() -> argparse.ArgumentParser:
   _methods_arguments(grid, 'equal-steps', seeds=(2, 3, 4, 5, 6), what='of the best, which is reported')
   grid.add_argument('--grid-alone', action='store_true', help='no other seeds: the losses of the search and no more')
   grid.add_argument('--results', required=True, help='JSON-lines file of records')
-  grid.add_argument('--rates', type=float, nargs='+', required=True, help='peak learning rates')
+  grid.add_argument('--rates', type=float, nargs='+', action=_EachOnce, required=True, help='peak learning rates')
   grid.add_argument(
-    '--factors', type=float, nargs='+', default=[1.0],
+    '--factors', type=float, nargs='+', action=_EachOnce, default=[1.0],
     help='of the masked decay that a method has; a method without one has as many trials, of more rates (default: 1)',
   )  # fmt: skip
-  grid.add_argument('--search', type=int, nargs='+', default=[0, 1], help='seeds that choose (default: 0 1)')
+  grid.add_argument(
+    '--search', type=int, nargs='+', action=_EachOnce,
+    default=[0, 1], help='seeds that choose (default: 0 1)',
+  )
   grid.add_argument('--population', type=int, default=32, help='runs side by side (default: %(default)s)')
   grid.add_argument('--share', type=float, default=1.0, help='of the steps, for a short search (default: 1)')
 

@@ -24,6 +24,11 @@ def _train(args: argparse.Namespace) -> None:
   if args.method:
     experiment.refuse_overrides(args.overrides, {**methods.SET_BY_METHOD, 'data.seed': 'a method has one, --set seed'})
     config = methods.configure(config, args.method, config.seed)
+  alone = {f'--{name}': given for name in ('processes', 'process') if (given := getattr(args, name)) is not None}
+  if alone and not is_one_of_several(args):
+    raise ValueError(
+      f'{" and ".join(alone)} without --coordinator or --distributed: this process would train a whole run by itself'
+    )
   if is_one_of_several(args):
     hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
   said = args.method or any(override.startswith('recipe.name=') for override in args.overrides)
@@ -117,10 +122,13 @@ def _flops(args: argparse.Namespace) -> None:
   from experiments.runs import experiment, flops, recipes
   import sparse24_jax as s24
 
-  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  # What --set changes is changed of the named recipe.
+  config = experiment.load_config(args.config, () if args.recipe else args.overrides, tiny=args.tiny)
   if args.recipe:
     with config.unlocked():
       config.recipe = flops.named_recipe(args.recipe)
+    for override in args.overrides:
+      experiment.apply_override(config, override)
   recipe = recipes.make_recipe(config)
   vocab = args.vocab or flops.VOCABULARIES.get(config.data.tokenizer)
   if vocab is None:
@@ -148,14 +156,19 @@ def _tune(args: argparse.Namespace) -> None:
   if config.recipe.name == 'dense':
     experiment.refuse_overrides(args.overrides, tune_decay.SET_FOR_DENSE)
     config = methods.configure(config, 'fst', config.seed)
+  of_the_other = {'loss': ('steps',), 'flips': ('share', 'seeds', 'results')}[args.by]
+  if idle := [f'--{name}' for name in of_the_other if getattr(args, name) is not None]:
+    raise ValueError(f'{", ".join(idle)}: without a meaning for --by {args.by}')
   if args.by == 'loss':
     results = Path(args.results or f'{args.folder}/decays.jsonl')
     chosen = decays.search(
-      config, args.folder, results, candidates=args.candidates or decays.CANDIDATES, share=args.share, seeds=args.seeds
-    )
+      config, args.folder, results, candidates=args.candidates or decays.CANDIDATES,
+      share=0.5 if args.share is None else args.share, seeds=args.seeds or (0, 1),
+    )  # fmt: skip
     print(f'choice: {chosen.decay:g} ({chosen.reason}); records: {results}')
     return
-  choice = tune_decay.tune(config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps)
+  candidates = args.candidates or tune_decay.CANDIDATES
+  choice = tune_decay.tune(config, args.folder, candidates=candidates, steps=args.steps or 0)
   for trial in choice.trials:
     print(f'  lambda {trial.decay:<8g} mu {trial.ratio:.3f}{"  feasible" if trial.feasible else ""}')
   print(f'choice: {choice.decay} ({choice.reason}); record and plot in {args.folder}')

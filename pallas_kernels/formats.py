@@ -5,7 +5,7 @@ save, inspect and convert; a back end that wants another order (the register ord
 makes it from this one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 import dataclasses
 import functools
 from typing import Any
@@ -278,7 +278,7 @@ def check_compressed(c: Compressed24, name: str = 'c') -> None:
   def message(metadata, where):
     return f'{name}.metadata holds {metadata[where]:#04x} at {where}; {rule}'
 
-  refuse_unless(legal, c.metadata, message, f'{name}.metadata names no pair of positions')
+  refuse_unless(legal, c.metadata, message, f'{name}.metadata names no pair of positions', ('pairs', axis, groups))
 
 
 def is_pair(nibbles: Any) -> Any:
@@ -286,12 +286,13 @@ def is_pair(nibbles: Any) -> Any:
   return nibbles & 3 < nibbles >> 2
 
 
-# Concrete arrays that were looked at and found in order: JAX's cannot change.
-_in_order: 'weakref.WeakValueDictionary[int, Any]' = weakref.WeakValueDictionary()
+# Concrete arrays that were looked at and found in order, by what was asked of them: JAX's cannot change.
+_in_order: 'weakref.WeakValueDictionary[tuple[int, Hashable], Any]' = weakref.WeakValueDictionary()
 
 
 def refuse_unless(
-  legal: Callable[[Any], Any], x: Any, message: Callable[[np.ndarray, tuple[int, ...]], str], summary: str
+  legal: Callable[[Any], Any], x: Any, message: Callable[[np.ndarray, tuple[int, ...]], str], summary: str,
+  asked: Hashable,
 ) -> None:
   """ValueError unless `legal(x)` is True everywhere; of a traced `x` an error under `checkify`, else nothing.
 
@@ -300,18 +301,19 @@ def refuse_unless(
     x: what comes from elsewhere. A part of it that is on another host is not looked at.
     message: of `x` and the first index that is not legal.
     summary: what `checkify` says.
+    asked: all that `legal` depends on beside its argument: an array is looked at once for each.
   """
   if isinstance(x, jax.core.Tracer):
     checkify.debug_check(jnp.all(legal(x)), summary)
     return
-  if isinstance(x, jax.Array) and (_in_order.get(id(x)) is x or not x.is_fully_addressable):
+  if isinstance(x, jax.Array) and (_in_order.get((id(x), asked)) is x or not x.is_fully_addressable):
     return
   host = np.asarray(x)
   bad = np.argwhere(~np.asarray(legal(host)))
   if len(bad):
     raise ValueError(message(host, tuple(bad[0].tolist())))
   if isinstance(x, jax.Array):
-    _in_order[id(x)] = x
+    _in_order[id(x), asked] = x
 
 
 def verify(w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4) -> None:

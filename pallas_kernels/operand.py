@@ -164,7 +164,7 @@ def check_operand(a: SparseOperand, name: str = 'a') -> None:
       ' lower one first'
     )
 
-  formats.refuse_unless(legal, a.metadata, message, '')
+  formats.refuse_unless(legal, a.metadata, message, '', ('nibbles', a.shape, a.dtype))
 
 
 def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> SparseOperand:

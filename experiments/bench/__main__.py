@@ -271,7 +271,7 @@ def _lost(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command line; exit status 1 if something is missing."""
   parser = argparse.ArgumentParser(
-    prog='python -m experiments.bench', description='The benchmarks behind docs/speed.md, on the GPU at hand.'
+    prog='python -m experiments bench', description='The benchmarks behind docs/speed.md, on the GPU at hand.'
   )
   commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
   runs = commands.add_parser('run', help='measure; the same command goes on where it ended')

@@ -124,5 +124,5 @@ def _training_flops(run: records.RunRecord) -> dict[str, float] | None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  kwargs = json.dumps(record['recipe_kwargs'], sort_keys=True)
-  return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs
+  trained = json.dumps([record.get(name) for name in ('recipe_kwargs', 'model', 'optimizer')], sort_keys=True)
+  return *(record.get(name) for name in ('experiment', 'corpus', 'label', 'seed', 'steps')), trained

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.reports import provenance, race_table, speed
+from experiments.reports.reached import seconds_to
 from experiments.runs.race.contenders import CONTENDERS
 
 type Record = Mapping[str, Any]
@@ -188,11 +189,11 @@ def race_by_the_clock(name: str, ours: str, rival: str) -> str:
     steps, _, losses = np.array(other['validation']).T
     seconds = steps * other['wall_s'] / other['steps']
     after = np.interp(own['wall_s'], seconds, losses)
-    reached = np.interp(-own['loss'], -losses, seconds)
+    reached = seconds_to(list(zip(seconds, losses, strict=True)), own['loss'])
     times = [f'{1e3 * r["wall_s"] / r["steps"]:.1f}, {r["wall_s"]:.1f}' for r in (own, other)]
     rows.append([
       seed, times[0], f'{own["loss"]:.3f}', times[1], f'{other["loss"]:.3f}', f'{after:.3f}',
-      f'{reached:.1f}, {reached / own["wall_s"]:.3f}',
+      'never' if reached is None else f'{reached:.1f}, {reached / own["wall_s"]:.3f}',
     ])  # fmt: skip
   first, second = (found[who].title for who in (ours, rival))
   head = (

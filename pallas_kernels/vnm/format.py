@@ -239,7 +239,8 @@ def check_compressed(c: CompressedVNM, name: str = 'c') -> None:
     at = (*where[:-1], slice(KEPT * where[-1], KEPT * where[-1] + KEPT))
     return f'{name}.columns of block {where} are {columns[at].tolist()}; accepted are four below {c.m}, ascending'
 
-  formats.refuse_unless(legal, c.columns, message, f'{name}.columns are not four below {c.m}, ascending')
+  summary = f'{name}.columns are not four below {c.m}, ascending'
+  formats.refuse_unless(legal, c.columns, message, summary, ('columns', c.m))
 
 
 def check_operand(a: VNMOperand, name: str = 'a') -> None:
@@ -275,7 +276,7 @@ def check_operand(a: VNMOperand, name: str = 'a') -> None:
     found = f'holds {outside[0]}' if len(outside) else 'names a row twice'
     return f'{name}.rows of block {where} {found}; accepted are rows of B, 0 to {k - 1}, each once'
 
-  formats.refuse_unless(legal, a.rows, message, '')
+  formats.refuse_unless(legal, a.rows, message, '', ('rows', k))
 
 
 def verify(x: Array | CompressedVNM | VNMOperand, *, v: int | None = None, n: int = 2, m: int | None = None) -> None:

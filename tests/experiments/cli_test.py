@@ -46,8 +46,10 @@ def call(*arguments):
 
 class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
-    (('bench', 'run', '--select', 'packers'), 'experiments.bench run: error: .* required: --out'),
+    (('bench', 'run', '--select', 'packers'), 'experiments bench run: error: .* required: --out'),
     (('train', '--config', 'nano', '--select', 'x'), 'experiments: error: unrecognized arguments: --select x'),
+    (('compare', '--seeds', '0', '1', '0'), 'argument --seeds: 0 given twice'),
+    (('grid', '--rates', '1e-3', '1e-3', '--results', 'x'), 'argument --rates: 0.001 given twice'),
   )
   def test_programs_have_arguments_of_their_own(self, arguments, message):
     with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
@@ -134,7 +136,11 @@ class CommandTest(parameterized.TestCase):
     (('compare', '--set', 'seed=3'), 'no effect here: .*--seeds'),
     (('main-job', '--set', 'data.seed=3'), 'no effect here: .*--seed'),
     (('main-job', '--set', 'recipe.flip_rate=refresh'), 'no effect here: .*--methods, or train'),
-  )
+    (('train', '--config', 'nano', '--processes', '2', '--process', '1'),
+     '--processes and --process without --coordinator or --distributed: this process would train .* by itself'),
+    (('tune-decay', '--steps', '3'), '--steps: without a meaning for --by loss'),
+    (('tune-decay', '--by', 'flips', '--share', '1', '--seeds', '1'), '--share, --seeds: without a meaning'),
+  )  # fmt: skip
   def test_errors_are_one_line_and_a_status(self, arguments, message):
     status, _, err = call(*arguments)
     self.assertEqual(status, 1)
@@ -145,7 +151,9 @@ class CommandTest(parameterized.TestCase):
     status, out, _ = call('flops', '--config', 'gpt2_124m_mst', '--set', 'steps=6000')
     self.assertEqual(status, 0)
     self.assertRegex(out, r'total, head not counted +1\.670e\+18 +4\.\d+e\+17 +3\.90')
-    self.assertRegex(call('flops', '--config', 'nano', '--recipe', 'static')[1], r'linear .* 5\.00')
+    static = ('flops', '--config', 'nano', '--recipe', 'static')
+    self.assertRegex(call(*static)[1], r'linear .* 5\.00')
+    self.assertRegex(call(*static, '--set', 'recipe.kwargs.density=0.1')[1], r'linear .* 10\.00')
     # Counting takes no GPU.
     self.assertRegex(call('flops', '--config', 'gpt2_124m_bytes')[1], r'head +3\.092e\+13 .* 1\.00')
     self.assertIn("recipe.name is 'magic'", call('flops', '--config', 'nano', '--recipe', 'magic')[2])

@@ -90,7 +90,13 @@ class PositionsTest(parameterized.TestCase):
   def test_an_array_is_looked_at_once(self):
     a, b = operand.to_operand(_compressed()), jnp.ones((3, 20), _BF16)
     sparse_matmul(a, b)
-    self.assertIs(formats._in_order.get(id(a.metadata)), a.metadata)
+    self.assertIn(a.metadata.shape, [found.shape for found in formats._in_order.values() if found is a.metadata])
+    # Once for each shape of the values: what is beyond them did not count.
+    beyond = _put(a.metadata, (0, 0, 4), 0)
+    narrow = operand.SparseOperand(a.values[:1], beyond)
+    sparse_matmul(narrow, b)
+    with self.assertRaisesRegex(ValueError, r'a.metadata names positions 0 and 0 in group'):
+      sparse_matmul(operand.SparseOperand(jnp.ones((64, a.values.shape[1]), _BF16), beyond), b)
     # NumPy's may have changed since.
     mine = operand.SparseOperand(np.asarray(a.values), np.array(a.metadata))
     sparse_matmul(mine, b)

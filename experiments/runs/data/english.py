@@ -3,7 +3,7 @@
 Writes FOLDER/<source>.jsonl, a document a line as {"text": ...}, which the corpus 'english' reads:
 
   python -m experiments english text
-  python -m experiments data --corpus=english --manual_dir=text --tokenizer=bytes
+  python -m experiments data --corpus=english --manual-dir=text --tokenizer=bytes
 
 With `--tokenizer=bpe:16384` a byte-level BPE of that vocabulary is trained on it, 8k to 32k suit so much text. Runs
 take either as `--set data.tokenizer=...`; races take `--text` with a folder below `tokens/` in the data folder.

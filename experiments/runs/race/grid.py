@@ -92,6 +92,8 @@ class Grid:
         f'rates={list(rates)}, factors={list(factors)}, search={list(search)}, seeds={list(seeds)}: give rates and'
         ' factors above zero, a seed to search with, and other seeds to report'
       )
+    if not 0 < share <= 1:
+      raise ValueError(f'share={share:g} of the steps must be above 0, and 1 at most')
     base = methods.load_checked(experiment, names, tiny=tiny, overrides=overrides)
     # Kernels have no axis of runs; and a search of masks at every step, for flip rates a step, would cost more than
     # the steps.

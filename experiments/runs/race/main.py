@@ -71,6 +71,10 @@ class Race:
     self.num_windows = (len(train) - 1) // self.length
     together = np.concatenate([np.asarray(train, dtype), np.asarray(validation, dtype)])
     # Spread over all documents that are held out.
+    if len(validation) < self.length + 2:
+      raise ValueError(
+        f'{options.text} holds out {len(validation)} tokens; an evaluation takes {self.length + 2} or more'
+      )
     count = options.batch * options.eval_batches
     begin = np.linspace(len(train), len(together) - self.length - 2, count).astype(np.int32)
     self.held_out = begin.reshape(options.eval_batches, options.batch)
@@ -272,26 +276,31 @@ def _positive(text: str) -> float:
   return value
 
 
+def _count(text: str) -> int:
+  if (value := int(text)) < 1:
+    raise argparse.ArgumentTypeError(f'{text} must be 1 or more')
+  return value
+
+
 def parser() -> argparse.ArgumentParser:
   """The parser of the command line."""
   parser = argparse.ArgumentParser(prog='python -m experiments race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
   blocks = [name for name, contender in CONTENDERS.items() if contender.model.get('ffn_order') == 'position']
-  parser.add_argument('--contenders', nargs='+', default=[name for name in CONTENDERS if name not in blocks],
-                      choices=list(CONTENDERS), metavar='NAME',
-                      help=f'in the order in which they are compiled: {", ".join(CONTENDERS)} (default: all but'
-                      f' {", ".join(blocks)}, which take a --batch of 64 or 128 sequences, or a multiple,'
-                      ' so short ones: a --size that ends in _short)')  # fmt: skip
+  parser.add_argument('--contenders', nargs='+', required=True, choices=list(CONTENDERS), metavar='NAME',
+                      help=f'in the order in which they are compiled: {", ".join(CONTENDERS)}. Of these'
+                      f' {", ".join(blocks)} take a --batch of 64 or 128 sequences, or a multiple, so short ones:'
+                      ' a --size that ends in _short')  # fmt: skip
   parser.add_argument('--clock-only', nargs='+', default=[], choices=list(CONTENDERS), metavar='NAME',
                       help='contenders of which only a step is timed, after the others')  # fmt: skip
   parser.add_argument('--size', default='wide2048', choices=list(dict.fromkeys([*SIZES, *gpt2.SIZES])),
                       help='those that end in _short have 256 tokens a sequence (default: %(default)s)')  # fmt: skip
-  parser.add_argument('--batch', type=int, default=32, help='sequences a step (default: %(default)s)')
-  parser.add_argument('--seconds', type=float, default=75, help='of training a trial (default: %(default)s)')
-  parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')
+  parser.add_argument('--batch', type=_count, default=32, help='sequences a step (default: %(default)s)')
+  parser.add_argument('--seconds', type=_positive, default=75, help='of training a trial (default: %(default)s)')
+  parser.add_argument('--steps', type=_count, help='of a trial, the same for all, in place of seconds')
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
-  parser.add_argument('--rate', type=float, default=1e-3, help='with which searches begin (default: %(default)s)')
+  parser.add_argument('--rate', type=_positive, default=1e-3, help='with which searches begin (default: %(default)s)')
   parser.add_argument('--decay', type=_positive,
                       help='masked decay with which searches begin of contenders that have one (default: their own,'
                       f' as a rule {DECAY:g})')
@@ -299,11 +308,11 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2],
                       help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip
   parser.add_argument('--style', default='gpt2', choices=list(STYLES), help='of all models (default: %(default)s)')
-  parser.add_argument('--bursts', type=int, default=3, help='of steps, for the clock (default: %(default)s)')
+  parser.add_argument('--bursts', type=_count, default=3, help='of steps, for the clock (default: %(default)s)')
   parser.add_argument('--warm', type=float, default=15,
                       help='seconds of steps before a clock, on a warm GPU (default: %(default)s)')  # fmt: skip
-  parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
-  parser.add_argument('--evaluations', type=int, default=8, help='of a trial, evenly spread (default: %(default)s)')
+  parser.add_argument('--eval-batches', type=_count, default=24, help='(default: %(default)s)')
+  parser.add_argument('--evaluations', type=_count, default=8, help='of a trial, evenly spread (default: %(default)s)')
   parser.add_argument('--wait-for', type=Path, help='a file: no step is timed before it exists; compiling may begin')
   parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')
   return parser

@@ -45,6 +45,8 @@ class MeasuredTest(absltest.TestCase):
     others = [ours | {'seed': 1, 'loss': 1.4}, rival | {'rate': 2e-3, 'loss': 1.1, 'wall_s': 1.0}]
     _, _, *rows = made(measured.race_by_the_clock, [ours, rival, *others], 'a.jsonl', 'a', 'b')
     self.assertEqual(rows, [['0', '100.0, 10.0', '1.500', '200.0, 20.0', '1.000', '1.500', '10.0, 1.000']])
+    _, _, row = made(measured.race_by_the_clock, [ours | {'loss': 0.5}, rival], 'a.jsonl', 'a', 'b')
+    self.assertEqual(row[-1], 'never')
 
   def test_by_the_minute_training_losses_are_of_what_was_logged_since_the_evaluation_before(self):
     run = {'bench': 'race', 'batch': 1000, 'length': 1000}

@@ -311,7 +311,7 @@ class CommandTest(PipelineTestCase):
 
   def test_shows_sizes_and_a_sample(self):
     data = f'--data_dir={self.data_dir}'
-    code, out, _ = self.run_command('--corpus=folder', f'--manual_dir={self.manual_dir}', data, '--seq_len=16')
+    code, out, _ = self.run_command('--corpus=folder', f'--manual-dir={self.manual_dir}', data, '--seq-len=16')
     self.assertEqual(code, 0)
     self.assertIn('57 documents', out)
     self.assertIn(self.load().fingerprint, out)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 import numpy as np
 import pytest
 
@@ -65,7 +65,7 @@ class PopulationTest(absltest.TestCase):
     self.assertIsNone(Outcome([(1, 2.0), (2, float('nan'))], []).loss)
 
 
-class GridTest(absltest.TestCase):
+class GridTest(parameterized.TestCase):
   def run_grid(self, results, **changes):
     """A grid whose losses are lowest at rate 1e-2 and decay 6e-3 for the seeds that search, and 0.5 for others."""
 
@@ -106,6 +106,11 @@ class GridTest(absltest.TestCase):
     self.assertEqual(again, [])
     more, _ = self.run_grid(results, seeds=(2, 3, 4))
     self.assertEqual([[t.seed for t in trials] for trials in more], [[4], [4]])
+
+  @parameterized.parameters(0.0, 2.0)
+  def test_a_share_is_of_the_steps(self, share):
+    with self.assertRaisesRegex(ValueError, f'share={share:g} of the steps must be above 0, and 1 at most'):
+      self.run_grid(Path(temp_folder(self)) / 'records.jsonl', share=share)
 
   def test_seeds_that_choose_are_not_reported(self):
     results = Path(temp_folder(self)) / 'records.jsonl'
