@@ -163,7 +163,7 @@ def _tune(args: argparse.Namespace) -> None:
     results = Path(args.results or f'{args.folder}/decays.jsonl')
     chosen = decays.search(
       config, args.folder, results, candidates=args.candidates or decays.CANDIDATES,
-      share=0.5 if args.share is None else args.share, seeds=args.seeds or (0, 1),
+      share=decays.SHARE if args.share is None else args.share, seeds=args.seeds or (0, 1),
     )  # fmt: skip
     print(f'choice: {chosen.decay:g} ({chosen.reason}); records: {results}')
     return

@@ -121,7 +121,7 @@ def of(
   )  # fmt: skip
 
 
-def neuron_level(label: str, *, features: str = '64:2:8', plain: bool = False, **policy: Any) -> Contender:
+def neuron_level(label: str, *, features: str = '64:2:8', **policy: Any) -> Contender:
   """Squared-ReLU blocks with sparse activations, by fields of `s24.ActivationPolicy`.
 
   Of blocks of tokens each holds one position in different sequences, or a token would be told what follows it. The
@@ -131,7 +131,7 @@ def neuron_level(label: str, *, features: str = '64:2:8', plain: bool = False, *
   """
   policy = {'features': features, 'tokens': '2:4', 'dense_features': 0.0, 'implementation': 'sparse', **policy}
   return Contender(
-    label=f'neuron level, {features}, {label}', recipe='neuron_level', kwargs={'policy': policy}, plain=plain,
+    label=f'neuron level, {features}, {label}', recipe='neuron_level', kwargs={'policy': policy},
     model={'mlp': 'relu2', 'ffn_order': 'position'}, dense_from='projected',
   )  # fmt: skip
 
@@ -172,7 +172,6 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_refresh_10': of('fst', 'masks every 10 steps', kwargs={'refresh_every': 10}),
   # What sampling the weight gradients costs.
   'fst_unsampled': of('fst_unsampled'),
-  'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   # And what the largest part of it costs.
   'fst_exact_down': of('fst', 'exact weight gradients of down', kwargs=_EXACT_DOWN),
@@ -186,11 +185,7 @@ CONTENDERS: Mapping[str, Contender] = {
   ),
   # What the format of gradients costs.
   's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
-  'fst_fp8_all_e4m3': of('fst_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
   # Both.
-  'fst_fp8_all_e4m3_exact_down': of(
-    'fst_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
-  ),
   's_ste_fp8_all_e4m3_exact_down': of(
     's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
   ),
@@ -211,9 +206,6 @@ CONTENDERS: Mapping[str, Contender] = {
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
   'half_ffn_s_ste_fp8_all_unsampled': of(
     's_ste_fp8_all', 'exact weight gradients', 'FFN half as wide', kwargs=_EXACT, model=_HALF
-  ),
-  'half_ffn_s_ste_fp8_all_exact_down': of(
-    's_ste_fp8_all', 'exact weight gradients of down', 'FFN half as wide', kwargs=_EXACT_DOWN, model=_HALF
   ),
   'half_ffn_s_ste_fp8_all_e4m3': of(
     's_ste_fp8_all', 'gradients in e4m3', 'FFN half as wide', kwargs=_E4M3, model=_HALF
@@ -242,7 +234,6 @@ CONTENDERS: Mapping[str, Contender] = {
   # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.
   'fst_plain': of('fst', 'plain op', plain=True),
   's_ste_fp8_plain': of('s_ste_fp8', 'plain op', plain=True),
-  'neuron_level_plain': neuron_level('two of four tokens, plain op', plain=True),
 }
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large matmuls.

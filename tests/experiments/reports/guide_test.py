@@ -493,7 +493,9 @@ class CommandTest(parameterized.TestCase):
     parser = arguments.make_parser()
     for goal in guide.QUESTIONS:
       parser.parse_args(['guide', '--tokens=1', '--d=4', '--hidden=4', f'--goal={goal}'])
-    self.assertEqual(parser.parse_args(['tune-decay']).share, decays.SHARE)
+    with contextlib.redirect_stdout(io.StringIO()) as out, self.assertRaises(SystemExit):
+      parser.parse_args(['tune-decay', '--help'])
+    self.assertIn(f'steps of a run, as a share (default: {decays.SHARE:g})', ' '.join(out.getvalue().split()))
 
 
 class StepsTest(absltest.TestCase):
