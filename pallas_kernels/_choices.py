@@ -1,6 +1,7 @@
-"""Choices that a type names, looked at where a value is made."""
+"""What a field may be, looked at where a value is made."""
 
 import dataclasses
+import numbers
 from typing import Any, get_args, get_origin, get_type_hints, Literal
 
 
@@ -23,3 +24,14 @@ def check_choices(data: Any) -> None:
     value = getattr(data, field.name)
     if known and value not in known:
       raise ValueError(f'{field.name}={value!r}: known are {known}')
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+  """ValueError unless `value` is a whole number, Python's or NumPy's, and no bool, of at least `least`.
+
+  >>> check_whole('steps', 1.5, 1)
+  Traceback (most recent call last):
+  ValueError: steps=1.5 must be a whole number, 1 or more
+  """
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+    raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')

@@ -46,11 +46,6 @@ class Weight(NamedTuple):
   dense: Any
   operand: SparseOperand | None = None
 
-  @property
-  def neurons(self) -> int:
-    """How many rows."""
-    return (self.dense if self.operand is None else self.operand).shape[0]
-
 
 class TokenPattern(NamedTuple):
   """The part of the activations that the weight gradients use.

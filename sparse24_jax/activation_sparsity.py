@@ -193,7 +193,8 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
     ('h', w_up.shape[1], policy.features.group, 'columns of a group'),
   ):
     if size % divisor:
-      raise ValueError(f'{name} has {size} {"tokens" if name == "x" else "neurons"}; {divisor} are the {why}')
+      what = 'tokens' if name == 'x' else 'neurons'
+      raise ValueError(f'{name} has {size} {what}, not a multiple of the {divisor} {why}')
 
 
 def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None:

@@ -9,12 +9,9 @@ from typing import Any, Literal
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._choices import check_whole
+
 _POWERS = {'once': 0, 'linear': 1, 'cubic': 3}
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-    raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')
 
 
 def check_share(name: str, value: Any, *, schedule: bool = True) -> None:

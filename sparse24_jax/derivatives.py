@@ -6,7 +6,7 @@ import jax
 
 
 def once[T](operands: T) -> T:
-  """What it is given; ValueError where a gradient is differentiated that was made with it.
+  """What it is given; a gradient taken through it raises ValueError where it is differentiated again.
 
   Kernels and samples have no second derivative, and that of plain matmuls would not be straight through.
   """
@@ -23,7 +23,7 @@ def _twice(primals: Any, tangents: Any) -> Any:
   raise ValueError(
     'the gradient of a sparse matmul is differentiated again, and it has first derivatives only, by jax.grad and'
     ' jax.vjp: kernels and samples have no others. For a loss that holds a gradient differentiate the plain function at'
-    ' s24.project(params, opt_state, recipe), which is straight through in every derivative, at dense speed. A gradient'
-    ' that is only a number to the loss, as of FGSM, is taken in front of it, or of jax.lax.stop_gradient of all that'
-    ' it depends on'
+    ' s24.project(params, opt_state, recipe), which is straight through in every derivative, at dense speed. If the'
+    ' inner gradient is a constant to the loss, as in FGSM, compute it before the loss, or give its inputs to'
+    ' jax.lax.stop_gradient'
   )

@@ -10,7 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-# Ours: at most how many entries of a weight are read, how few are too few, and how few of a stacked matrix.
+# Our choice: the most entries read of a weight, the fewest that are enough, and the fewest of a stacked matrix.
 _ENTRIES, _FEW, _OF_EACH = 1024, 256, 4
 
 

@@ -1,4 +1,4 @@
-"""A reader of the output that goes, as `head` does."""
+"""Programs that end quietly when the reader of their output, such as `head`, closes the pipe."""
 
 from collections.abc import Callable
 import os

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from pallas_kernels._choices import check_choices
-from sparse24_jax.density import check_whole
+from pallas_kernels._choices import check_choices, check_whole
 from sparse24_jax.projection import Projection
 
 # Those of `plan.PRECISIONS`.

@@ -7,13 +7,13 @@ from typing import Literal
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._choices import check_whole
 from pallas_kernels._partitioning import like
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.pack.api import transposable_mask
 from pallas_kernels.two_of_four.prune import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.two_of_four.transposable import two_approximation_mask
-from sparse24_jax.density import check_whole
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projection import Form, Masked, Projection, remembered, SoftThreshold, TransposableMasked
 from sparse24_jax.topology import Distribution, Schedule, Start, Structure, Topology

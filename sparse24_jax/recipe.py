@@ -10,10 +10,9 @@ from typing import Any, get_args, Literal
 from jax import Array
 from jax.core import Tracer
 
-from pallas_kernels._choices import check_choices
+from pallas_kernels._choices import check_choices, check_whole
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
-from sparse24_jax.density import check_whole
 from sparse24_jax.layout import Layout, Layouts, MadeBy
 from sparse24_jax.policy import ActivationPolicy, DotPolicy, repr_of
 from sparse24_jax.projection import Projection

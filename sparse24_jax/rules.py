@@ -246,8 +246,7 @@ def _hint(text: str, rule: Rule, found: Collection[str], names: Collection[str])
 
 
 def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
-  """`recipe` with some of the weights that it matches dense; a rule that decides for none any more, which would be
-  refused, is left out."""
+  """`recipe` with these of its weights dense, and without the rules that then decide for none."""
   given = _given_rules(params, recipe)
   left = [rule for rule in recipe.rules if any(found is rule for path, found in given.items() if path not in paths)]
   return recipe.without(paths, (Rule('|'.join(map(re.escape, paths)), DotPolicy()), *left)) if paths else recipe

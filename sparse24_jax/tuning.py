@@ -86,15 +86,13 @@ def tune_masked_decay(
   (3e-05, [1.0, 0.77, 0.09])
   """
   candidates = sorted(set(candidates))
-  if len(band) != 2:
-    raise ValueError(f'band={band} must be two rising numbers of zero or more')
-  low, high = band
   if not candidates:
     raise ValueError('candidates is empty: give at least one decay factor')
   if not all(math.isfinite(decay) and decay >= 0 for decay in candidates):
     raise ValueError(f'candidates={candidates} must be finite numbers of zero or more')
-  if not 0 <= low < high:
+  if len(band) != 2 or not 0 <= band[0] < band[1]:
     raise ValueError(f'band={band} must be two rising numbers of zero or more')
+  low, high = band
   dense = _finite_rate(run_warmup(None), 'the dense twin')
   if dense == 0:
     raise ValueError('the dense twin flipped no mask in the warm-up: run more steps, or refresh the masks within it')

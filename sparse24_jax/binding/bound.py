@@ -132,7 +132,7 @@ class Bound(Recipe):
   """A recipe and what one trace of the model says of its weights. It takes the place of the recipe everywhere.
 
   Attributes:
-    weights: those that a rule with a policy of its own matches, in the order of the tree.
+    weights: those whose rule is not plain dense, in the order of the tree.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> bound = s24.bind(s24.recipes.ste('w'), lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 16))}, jnp.ones((4, 16)))

@@ -146,8 +146,8 @@ def check(
     A table as text, with `.ok`.
 
   Raises:
-    ValueError: the recipe is none, a rule matches nothing, or the optimizer has another recipe. What is wrong with a
-      weight is in the table.
+    ValueError: the recipe is not a Recipe, a rule matches nothing, or the optimizer has another recipe. What is wrong
+      with a weight is in the table.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> up, down, x = (jax.random.normal(jax.random.key(i), (16, 32)) for i in range(3))  # down is [out, in]

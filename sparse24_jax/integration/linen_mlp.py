@@ -20,7 +20,7 @@ class Sparse24MLP(nn.Module):
   Attributes:
     hidden: features of the hidden layer.
     features: features of the output; None is those of the input.
-    activation: 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    activation: 'gelu' (tanh form), 'gelu_exact' (by erf), 'silu', 'relu' or 'squared_relu'.
     gated: whether there is a gate; 'silu' makes SwiGLU, 'gelu' GEGLU.
     use_bias: whether the linear maps have biases.
     dtype: compute dtype; None is the dtype of input and parameters.

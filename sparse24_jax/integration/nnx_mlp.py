@@ -19,7 +19,7 @@ class Sparse24MLP(nnx.Module):
   Args:
     features: of input and output.
     hidden: of the hidden layer.
-    activation: 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    activation: 'gelu' (tanh form), 'gelu_exact' (by erf), 'silu', 'relu' or 'squared_relu'.
     gated: whether there is a gate; 'silu' makes SwiGLU, 'gelu' GEGLU.
     use_bias: whether the maps have biases.
     dtype: compute dtype; None is the dtype of input and parameters.

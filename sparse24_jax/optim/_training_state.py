@@ -69,6 +69,7 @@ class SparseTrainingState(NamedTuple):
     layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound, and the projections
       that made the states; no array. A state that is restored has those of the tree it was restored into.
     left: of a few weights, by which it is seen that the next step is given what the last one left.
+    identity: what made the states, and the phase of the last step.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:

@@ -35,8 +35,8 @@ def carry_over(new: Any, old: Any) -> Any:
     A state of the structure of `new`.
 
   Raises:
-    ValueError: `new` holds no state of `sparse_training`, or has made steps, as `old` has; or `old` is one of another
-      chain, inner optimizer or model.
+    ValueError: `new` holds no state of `sparse_training`, or has made steps already (arguments swapped?); or `old` is
+      one of another chain, inner optimizer or model.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 8))}}

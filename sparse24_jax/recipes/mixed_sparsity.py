@@ -100,17 +100,17 @@ def mixed_sparsity(
   if structure is not None and density > 0.5:
     raise ValueError(f'density={density} is above the 0.5 that structure={structure!r} can keep')
   if structure is None:
-    back = Stage(restoration or 1, 1.0, restoration_ramp)
-    stages = [Stage(warm_up, density, warm_up_ramp), Stage(ultra, density), back]
-    names = ('sparse', 'sparse', 'sparse')
+    stages, around = [Stage(warm_up, density, warm_up_ramp), Stage(ultra, density)], 'sparse'
   else:
-    stages = [Stage(warm_up, 0.5), Stage(ultra, density), Stage(restoration or 1, 0.5)]
-    names = ('dense', 'sparse', 'dense')
+    stages, around = [Stage(warm_up, 0.5), Stage(ultra, density)], 'dense'
+  names = [around, 'sparse']
+  if restoration:
+    stages.append(Stage(restoration, 1.0, restoration_ramp) if structure is None else Stage(restoration, 0.5))
+    names.append(around)
   phases = [Phase(name, stage.fraction) for name, stage in zip(names, stages, strict=True)]
   phases[1] = Phase('sparse', ultra, attention)
-  kept = 3 if restoration else 2
   projection = dynamic_sparse(
-    DensitySchedule(tuple(stages[:kept]), total_steps),
+    DensitySchedule(tuple(stages), total_steps),
     drop_fraction=CosineDecay(drop_fraction, total_steps),
     random_share=random_share,
     distribution=distribution,
@@ -126,7 +126,7 @@ def mixed_sparsity(
     sampled = Rule(both, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
     rules = [sampled] if mvue_path == path else [sampled, *rules]
   name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
-  return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases[:kept]))
+  return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases))
 
 
 def _both(path: str, mvue_path: str) -> str:

@@ -189,7 +189,7 @@ class RefusalTest(parameterized.TestCase):
       make()
 
   @parameterized.parameters(
-    (dict(x=ones((30, D))), '30 tokens; 8 are the rows of a block'),
+    (dict(x=ones((30, D))), '30 tokens, not a multiple of the 8 rows of a block'),
     (dict(x=ones((TOKENS, D + 1))), 'axis -1 must be 8'),
     (dict(x=ones((TOKENS, D), jnp.bfloat16)), 'cast them to one'),
     (dict(w_down=ones((HIDDEN + 4, D))), r'w_down \[h, d\]'),
@@ -198,7 +198,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(w_up=ones((2, D, HIDDEN)), b_up=ones(HIDDEN)), r'b_up must be of shape \(2, 64\)'),
     (dict(state={}), "state of projection 'soft_threshold'"),
     (dict(policy=lambda: dataclasses.replace(VNM, clusters=Clusters(4))), r"state\['neurons'\] must be int32"),
-    (dict(w_up=ones((D, 60)), w_down=ones((60, D))), '60 neurons; 8 are the columns of a group'),
+    (dict(w_up=ones((D, 60)), w_down=ones((60, D))), '60 neurons, not a multiple of the 8 columns of a group'),
   )
   def test_calls(self, change, message):
     x, w_up, w_down, _ = draw()
