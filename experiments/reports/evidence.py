@@ -163,8 +163,7 @@ class Evidence:
   @property
   def percent(self) -> list[float]:
     """Final loss above dense's."""
-    both = sorted(self.own.losses.keys() & self.dense.losses.keys())
-    return [100 * (self.own.losses[seed] / self.dense.losses[seed] - 1) for seed in both]
+    return table.percent_above(self.own, self.dense)
 
   @property
   def mean(self) -> float:

@@ -28,16 +28,12 @@ def equal_steps(comparisons: Mapping[str, Comparison]) -> str:
   rows = []
   for model, records in comparisons.items():
     found = table.by_seed(records)
-    cells = (next((who for who in names if who in found), None) for names in _COLUMNS.values())
+    cells = (next((found[who] for who in names if who in found), None) for names in _COLUMNS.values())
     rows.append([
       model, f'{records[0]["equal_steps"]:,}', f'{found["dense"].mean:.3f}',
-      *('' if cell is None else _percent(found[cell], found['dense']) for cell in cells),
+      *(table.interval(table.percent_above(own, found['dense']), '+', 1) if own else '' for own in cells),
     ])  # fmt: skip
   return table.lines(['parameters', 'steps', 'loss of dense', *_COLUMNS], rows)
-
-
-def _percent(own: table.Seeds, dense: table.Seeds) -> str:
-  return table.interval([100 * difference / dense.mean for difference in table.pairs_of(own, dense)], '+', 1)
 
 
 def equal_seconds(races: Mapping[str, Comparison]) -> str:

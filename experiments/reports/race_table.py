@@ -220,12 +220,11 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   rows = []
   for name, own in found.items():
     pairs = [-difference for difference in pairs_of(found[against], own)]
-    percent = [100 * difference / found[against].mean for difference in pairs]
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
       str(own.searched), str(len(own.losses)) + (', which chose' if own.of_search else ''),
       interval(list(own.losses.values()), ''),
-      '' if name == against else interval(pairs, '+'), '' if name == against else interval(percent, '+', 2),
+      *(('', '') if name == against else (interval(pairs, '+'), interval(percent_above(own, found[against]), '+', 2))),
     ])  # fmt: skip
   return rows
 
@@ -233,6 +232,11 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
 def pairs_of(a: Seeds, b: Seeds) -> list[float]:
   """Final losses of `a` minus those of `b`, for the seeds that both have."""
   return [a.losses[seed] - loss for seed, loss in b.losses.items() if seed in a.losses]
+
+
+def percent_above(own: Seeds, other: Seeds) -> list[float]:
+  """By how many percent final losses are above those of another, for the seeds that both have."""
+  return [100 * (own.losses[seed] / loss - 1) for seed, loss in other.losses.items() if seed in own.losses]
 
 
 def _whole(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -35,8 +35,8 @@ class TableTest(absltest.TestCase):
     self.assertEqual([row[5] for row in table.seeds_rows(found, 'dense')], ['0.79 ± 0.27', ''])
     dense, sparse = table.steps_rows(table.by_seed(runs), 'dense')[::-1]
     self.assertEqual(dense, ['dense', '0.001, at an edge', '2', '3', '2.1000 ± 0.2484', '', ''])
-    # Of dense's mean of 2.1.
-    self.assertEqual(sparse[2:], ['1', '3', '1.9667 ± 0.1434', '-0.1333 ± 0.1434', '-6.35 ± 6.83'])
+    # Of dense's 2.0, 2.2 and 2.1, seed by seed: -5, -9.0909 and -4.7619, deviation 2.434.
+    self.assertEqual(sparse[2:], ['1', '3', '1.9667 ± 0.1434', '-0.1333 ± 0.1434', '-6.28 ± 6.05'])
     squared = [{**r, 'contender': 'dense_relu2'} if r['contender'] == 'dense' else r for r in runs]
     self.assertEqual(table.seeds_rows(table.by_seed(squared), 'sparse'), table.seeds_rows(found, 'sparse'))
     for made in (table.markdown, table.steps_markdown):  # not against the best
