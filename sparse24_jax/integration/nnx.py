@@ -19,7 +19,7 @@ from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
 from sparse24_jax.integration.nnx_classes import computes, plain_class, subclass
-from sparse24_jax.integration.nnx_functions import as_function
+from sparse24_jax.integration.nnx_functions import as_function, is_variable
 from sparse24_jax.integration.nnx_states import (
   ATTRIBUTE,
   DensePhase,
@@ -123,16 +123,12 @@ def _parts(model: nnx.Module, paths: Collection[str]) -> list[nnx.Module]:
   """The modules below the model that hold a matched weight, or have one that does below them; no containers."""
 
   def variables(module: nnx.Module) -> set[int]:
-    return {id(leaf) for leaf in jax.tree.leaves(module, is_leaf=_is_variable) if _is_variable(leaf)}
+    return {id(leaf) for leaf in jax.tree.leaves(module, is_leaf=is_variable) if is_variable(leaf)}
 
-  flat = {'/'.join(map(str, path)): variable for path, variable in nnx.iter_graph(model) if _is_variable(variable)}
+  flat = {'/'.join(map(str, path)): variable for path, variable in nnx.iter_graph(model) if is_variable(variable)}
   matched = {id(flat[path]) for path in paths}
   below = [module for _, module in nnx.iter_modules(model) if module is not model]
   return [m for m in below if not isinstance(m, nnx.List | nnx.Dict) and variables(m) & matched]
-
-
-def _is_variable(node: Any) -> bool:
-  return isinstance(node, nnx.Variable)
 
 
 def _restore(model: nnx.Module) -> None:

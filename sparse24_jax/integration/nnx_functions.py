@@ -111,7 +111,7 @@ def _put_back(held: Sequence[nnx.Variable], changed: Mapping[int, Any]) -> None:
 
 def _variables(tree: Any) -> list[nnx.Variable]:
   """The variables in a tree, in their order, each once."""
-  found = (node for node in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(node))
+  found = (node for node in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(node))
   return list({id(variable): variable for variable in found}.values())
 
 
@@ -119,27 +119,27 @@ def _nodes(tree: Any) -> list[nnx.Pytree]:
   """The outermost objects of nnx in a tree, variables aside."""
 
   def is_node(node: Any) -> bool:
-    return isinstance(node, nnx.Pytree) and not _is_variable(node)
+    return isinstance(node, nnx.Pytree) and not is_variable(node)
 
   return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
 
 
 def _rest(node: nnx.Pytree) -> tuple[Any, list[Any]]:
   """What an object is beside the values of its variables."""
-  leaves = jax.tree.leaves(node, is_leaf=_is_variable)
-  return nnx.graphdef(node), [leaf for leaf in leaves if not _is_variable(leaf)]
+  leaves = jax.tree.leaves(node, is_leaf=is_variable)
+  return nnx.graphdef(node), [leaf for leaf in leaves if not is_variable(leaf)]
 
 
-def _is_variable(node: Any) -> bool:
+def is_variable(node: Any) -> bool:
   return isinstance(node, nnx.Variable)
 
 
 def sharing_as(tree: Any, like: Any) -> Any:
   """A tree whose variables are one where those of `like` are: a tree that is taken apart and put together has two."""
-  nodes, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
+  nodes, structure = jax.tree.flatten(tree, is_leaf=is_variable)
   one: dict[int, nnx.Variable] = {}
-  for i, original in enumerate(jax.tree.leaves(like, is_leaf=_is_variable)):
-    if _is_variable(original):
+  for i, original in enumerate(jax.tree.leaves(like, is_leaf=is_variable)):
+    if is_variable(original):
       nodes[i] = one.setdefault(id(original), nodes[i])
   return structure.unflatten(nodes)
 

@@ -284,7 +284,10 @@ def _count(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
   """The parser of the command line."""
-  parser = argparse.ArgumentParser(prog='python -m experiments race', description=(__doc__ or '').partition('\n')[0])
+  parser = argparse.ArgumentParser(
+    prog='python -m experiments race', description=(__doc__ or '').partition('\n')[0],
+    epilog='python -m experiments.reports.race_table FILE prints the tables of its records.',
+  )  # fmt: skip
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
   blocks = [name for name, contender in CONTENDERS.items() if contender.model.get('ffn_order') == 'position']

@@ -1,15 +1,23 @@
 """Tables of races: losses by rate and seed, differences of seeds, and what diverged."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 from absl.testing import absltest
 
+from experiments.reports import provenance
 from experiments.reports import race_table as table
 from tests.experiments.fakes import temp_folder
 
 
 class TableTest(absltest.TestCase):
+  def test_the_command_prints_the_tables_of_a_file(self):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      self.assertEqual(table.main([str(provenance.RESULTS / 'race_h200_124m_bpe.jsonl')]), 0)
+    self.assertRegex(out.getvalue(), r'1,?200 steps[\s\S]*\| dense \|[\s\S]*\| S-STE, FP8, all linear layers \|')
+
   def test_seeds_are_paired_and_a_trial_that_diverged_is_said(self):
     runs = []
     for name, rate, losses in (
