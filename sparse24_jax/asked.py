@@ -63,7 +63,10 @@ class Asked:
     """Why a matmul in the precision of a policy is not what is asked, or None."""
     if self.precision is None or precision == 'default':
       return None
-    return f'precision={self.precision} of the layer: its rule has precision={precision!r}, which rounds operands'
+    return (
+      f'precision={self.precision}, of the layer or of jax.default_matmul_precision: its rule has'
+      f' precision={precision!r}, which rounds operands (leave it out, or take a recipe without FP8)'
+    )
 
   def describe(self) -> str:
     """Says it as text, empty if nothing is asked.

@@ -171,6 +171,8 @@ MUTANTS = _of(
    'return all(jax.tree.leaves(searched))', 'optim/refresh_test.py', 'one_weight_with_a_mask'),
   ('a scale that is chosen anew is a search', 'projection.py', 'return any(atom is jaxpr.invars[0] for atom in read)',
    'return not isinstance(projection.form, SoftThreshold)', 'optim/refresh_test.py', 'chosen_anew'),
+  ('what one device holds whole is not divided', 'binding/blocks.py', "if params['sharding'].num_devices > 1]", ']',
+   'binding/bound_test.py', 'divided_hidden_layer'),
   ('clusters that rest are no search', 'projection.py', 'return any(atom is jaxpr.invars[0] for atom in read)',
    'return True', 'clusters_test.py', 'not_searched_anyway'),
   ('a default that is written out is the same', 'projection.py', '    bound.apply_defaults()\n', '',

@@ -126,6 +126,7 @@ def _sharding(h: Value, read: Sequence[Root], down: Matmul) -> tuple[Any, str | 
   """How the model says that a hidden layer is divided, or None; and what keeps a block from saying so."""
   made = [each for each in _waited_for([h]) if isinstance(each, Elementwise)]
   constraints = [each.equation.params for each in made if each.equation.primitive.name == 'sharding_constraint']
+  constraints = [params for params in constraints if params['sharding'].num_devices > 1]  # on one nothing is divided
   shardings = {params['sharding'] for params in constraints}
   if not shardings:
     return None, None
@@ -180,7 +181,7 @@ def why_apart(
   if tuple(block.order[: len(maps['down'][1].batch)]) != tuple(range(len(maps['down'][1].batch))):
     return 'its experts are other ones in the matmul that ends it'
   if neurons != {None} and block.sharding is not None:
-    return 'sparse activations have no sharding constraint of their own: take it off the hidden layer'
+    return 'sparse activations do not take the sharding constraint of their hidden layer: leave it out on this mesh'
   if neurons != {None} and set(maps) & set(PAIRS):
     return 'sparse activations are made by blocks without a gate'
   if any(m.bias is not None and m.bias.shape != (reading.columns,) for m, reading in maps.values()):

@@ -216,9 +216,9 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   if not any(value.mark for value in values) and len(equation.outvars) == 1 and name == 'custom_jvp_call':
     return [_put_off(equation, values)]
   what = (
-    f'{name}, whose derivative is its own (where sparse24_jax.dot reads the weight: give bind and sparsify'
-    ' recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe; of a library: another'
-    ' of its forms, or the plain function at sparse24_jax.project(params, opt_state, recipe), at dense speed)'
+    f'{name}, whose derivative is its own (of a library: take another of its forms, or the plain function at'
+    ' sparse24_jax.project(params, opt_state, recipe), at dense speed; of yours, where sparse24_jax.dot reads the'
+    ' weight: give bind and sparsify recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe)'
   )
   self.lose(values, what, _jax.source_of(equation))
   return self._rebound(equation, values)

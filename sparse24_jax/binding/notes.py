@@ -19,7 +19,8 @@ from sparse24_jax.layout import Layout
 from sparse24_jax.recipe import Rule
 
 _JOINS = (
-  ' joins it with other arrays, or its own parts in another order (multiply by each, or store them as one parameter)'
+  ' joins it with other arrays, or its own parts in another order (multiply by each, in a loop over layers, say, in'
+  ' place of a scan of their stack, or store them as one parameter)'
 )
 _INSTEAD = {
   'concatenate': _JOINS,

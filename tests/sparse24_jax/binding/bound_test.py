@@ -51,8 +51,8 @@ def _gated(z):
   return jax.nn.silu(z[..., 0]) * z[..., 1]
 
 
-def _constrained(z, *spec):
-  mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+def _constrained(z, *spec, devices=2):
+  mesh = jax.make_mesh((devices,), ('x',), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
   return jax.lax.with_sharding_constraint(z, jax.NamedSharding(mesh, jax.P(*spec or (None, 'x'))))
 
 
@@ -227,8 +227,12 @@ class BindTest(parameterized.TestCase):
   def test_sparse_activations_of_a_divided_hidden_layer_are_refused(self):
     params, x = arguments('plain')
     divided = lambda p, x: _constrained(jnp.square(jax.nn.relu(x @ p['up']))) @ p['down']  # noqa: E731
-    with self.assertRaisesRegex(ValueError, 'by itself: .*no sharding constraint of their own: take it off'):
-      s24.bind(s24.recipes.neuron_level('up', 'down'), divided, params, x)
+    recipe = s24.recipes.neuron_level('up', 'down')
+    with self.assertRaisesRegex(ValueError, 'by itself: .*do not take the sharding constraint of their hidden layer'):
+      s24.bind(recipe, divided, params, x)
+    # On one device it divides nothing.
+    whole = lambda p, x: _constrained(jnp.square(jax.nn.relu(x @ p['up'])), devices=1) @ p['down']  # noqa: E731
+    self.assertEqual([use.role for use in s24.bind(recipe, whole, params, x)['down'].uses], ['down'])
 
   @parameterized.named_parameters(
     ('embedding', lambda w, x: w[x.astype(int)[:, 0]], r'w of shape .*gather at '),

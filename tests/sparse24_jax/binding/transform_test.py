@@ -207,7 +207,7 @@ class TransformTest(parameterized.TestCase):
   def test_a_hidden_layer_keeps_its_sharding_constraint(self):
     params, x = arguments('plain')
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
-    mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ('d',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def f(p, x):
       h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ p['up']), jax.NamedSharding(mesh, jax.P('d')))
