@@ -218,7 +218,8 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   what = (
     f'{name}, whose derivative is its own (of a library: take another of its forms, or the plain function at'
     ' sparse24_jax.project(params, opt_state, recipe), at dense speed; of yours, where sparse24_jax.dot reads the'
-    ' weight: give bind and sparsify recipe.with_dense of its path, and sparse_training and sparse_variables the whole recipe)'
+    ' weight: give bind and sparsify recipe.with_dense of its path, and sparse_training and sparse_variables the whole'
+    ' recipe)'
   )
   self.lose(values, what, _jax.source_of(equation))
   return self._rebound(equation, values)
