@@ -152,7 +152,9 @@ def make_parser() -> argparse.ArgumentParser:
 
   flops = commands.add_parser('flops', help='training FLOPs of an experiment against dense, counted from its shapes')
   _experiment_arguments(flops, None, '--set recipe.kwargs.density=0.1')
-  flops.add_argument('--recipe', help="a recipe's name, with its default arguments (default: the experiment's recipe)")
+  flops.add_argument(
+    '--recipe', help="a recipe's name, with its defaults but for what --set changes (default: the experiment's recipe)"
+  )
   flops.add_argument('--vocab', type=int, default=0, help='tokens of the tokenizer (default: what its name implies)')
 
   tune = commands.add_parser('tune-decay', help='choose the masked-decay factor, by the loss of short runs')

@@ -125,6 +125,7 @@ def _flops(args: argparse.Namespace) -> None:
   # What --set changes is changed of the named recipe.
   config = experiment.load_config(args.config, () if args.recipe else args.overrides, tiny=args.tiny)
   if args.recipe:
+    experiment.refuse_overrides(args.overrides, {'recipe.name': '--recipe names it'})
     with config.unlocked():
       config.recipe = flops.named_recipe(args.recipe)
     for override in args.overrides:
@@ -158,7 +159,7 @@ def _tune(args: argparse.Namespace) -> None:
     config = methods.configure(config, 'fst', config.seed)
   of_the_other = {'loss': ('steps',), 'flips': ('share', 'seeds', 'results')}[args.by]
   if idle := [f'--{name}' for name in of_the_other if getattr(args, name) is not None]:
-    raise ValueError(f'{", ".join(idle)}: without a meaning for --by {args.by}')
+    raise ValueError(f'{", ".join(idle)}: no effect with --by {args.by}')
   if args.by == 'loss':
     results = Path(args.results or f'{args.folder}/decays.jsonl')
     chosen = decays.search(

@@ -39,6 +39,11 @@ def clustered(projection: Projection | None, clusters: int) -> Projection:
       raise ValueError(f'{inner.name!r} has a state of shape {scale.shape}; clusters go with a scale a matrix')
     return join_clusters(cluster_neurons(w, clusters=clusters), scale)
 
+  def refresh(w: Array, state: Array) -> Array:
+    scale = state[..., -1]
+    new = inner.refresh(w, scale)
+    return state if new is scale else join_clusters(state[..., :-1], new)
+
   inner = projection or Projection(
     'dense', init, lambda w, _: w, lambda w, scale: scale, lambda w, _: jnp.ones_like(w, jnp.bool_), divisor=(1, 1)
   )
@@ -46,7 +51,7 @@ def clustered(projection: Projection | None, clusters: int) -> Projection:
     name=f'clustered {clusters}, {inner.name}',
     init=init,
     apply=lambda w, state: inner.apply(w, state[..., -1]),
-    refresh=lambda w, state: join_clusters(state[..., :-1], inner.refresh(w, state[..., -1])),
+    refresh=refresh,
     mask=lambda w, state: inner.mask(w, state[..., -1]),
     divisor=inner.divisor,
     clusters=clusters,

@@ -49,7 +49,7 @@ class Projection(NamedTuple):
       more, so that the states form a tree like the parameters, which Optax, nnx and Orbax all know how to handle.
     apply: `(w, state) -> w~`, the weight that the forward uses: shape and dtype of `w`, 2:4 along axis -2.
     refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight. If it
-      does not look at the weight, there is nothing to search, and no step waits for one.
+      returns the very state that it is given, there is nothing to search, and no step waits for one.
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
     transposable: whether `apply` is 2:4 along axis -1 as well, so that the input gradient can be a sparse matmul.
     divisor: what the lengths of axes -2 and -1 must be multiples of; a shard must hold whole groups of that size.
@@ -107,7 +107,7 @@ def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -
 
 @functools.lru_cache(maxsize=1024)
 def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
-  """Whether the state of such a weight is to be chosen anew: not if `refresh` does not look at the weight.
+  """Whether the state of such a weight is to be chosen anew: not if `refresh` returns the state that it is given.
 
   >>> import sparse24_jax as s24
   >>> [is_searched(p, (8, 4), 'float32') for p in (s24.magnitude(), s24.soft_threshold_projection())]
@@ -117,10 +117,15 @@ def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> b
     return True
   if projection.layout is not None:
     return is_searched(projection.matrix, projection.layout.matrix_shape(shape), dtype)
-  w = jax.ShapeDtypeStruct(shape, dtype)
-  jaxpr = jax.make_jaxpr(projection.refresh)(w, abstract_state(projection, shape, dtype)).jaxpr
-  read = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-  return any(atom is jaxpr.invars[0] for atom in read)
+  kept = False
+
+  def refresh(w: Array) -> None:
+    nonlocal kept
+    state = projection.init(w)
+    kept = projection.refresh(w, state) is state
+
+  jax.eval_shape(refresh, jax.ShapeDtypeStruct(shape, dtype))
+  return not kept
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -156,6 +161,9 @@ def remembered(make: Callable[..., Projection]) -> Callable[..., Projection]:
       bound = signature.bind(*args, **kwargs)
     except TypeError as error:
       raise TypeError(f'{make.__name__}: {error}') from None
+    for name, value in bound.arguments.items():  # to a cache True is 1
+      if isinstance(value, bool) and not isinstance(signature.parameters[name].default, bool):
+        raise ValueError(f'{name}={value} is no number')
     bound.apply_defaults()
     return cached(*bound.args, **bound.kwargs)
 

@@ -28,7 +28,7 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
     m: entries of a group.
 
   Raises:
-    ValueError: `n` is not a whole number in that range, or `m` is none.
+    ValueError: `n` is not a whole number in that range, or `m` is not a whole number.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> projection = s24.magnitude()

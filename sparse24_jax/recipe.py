@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import math
-import numbers
 import re
 from typing import Any, get_args, Literal
 
 from jax import Array
 from jax.core import Tracer
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels._choices import check_choices, check_whole
 from sparse24_jax.asked import Asked, PLAIN
@@ -182,8 +183,9 @@ def is_decay(value: Any) -> bool:
   """Whether masked decay may be this number, which may be traced: finite, and zero or more."""
   if isinstance(value, Tracer):  # under optax.inject_hyperparams: its value is not known here
     return value.shape == ()
-  value = float(value) if isinstance(value, Array) and value.shape == () else value
-  return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+  found = np.asarray(value)
+  number = any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.floating, jnp.integer))
+  return number and found.shape == () and 0 <= float(found) < math.inf
 
 
 @dataclasses.dataclass(frozen=True)

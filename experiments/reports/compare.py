@@ -79,6 +79,9 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
     found: runs; unfinished ones are left out.
     path: JSON-lines file, made when missing.
     experiment: name of the experiment that all of them belong to.
+
+  Raises:
+    ValueError: the older line is of another model, text or optimizer; nothing is written.
   """
   kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
   finished = [run for run in found if run.summary is not None]
@@ -113,6 +116,13 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       **without_folders(run.environment),
       'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
     }
+    old = kept.get(_key(record), record)
+    others = [name for name in ('model', 'corpus', 'optimizer') if name in old and old[name] != record[name]]
+    if others:
+      raise ValueError(
+        f'{path} holds a run of {record["label"]}, seed {run.seed}, with another {" and ".join(others)}: give another'
+        ' file, or delete its line'
+      )
     kept[_key(record)] = record
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(''.join(json.dumps(record) + '\n' for record in kept.values()))
@@ -124,5 +134,5 @@ def _training_flops(run: records.RunRecord) -> dict[str, float] | None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  trained = json.dumps([record.get(name) for name in ('recipe_kwargs', 'model', 'optimizer')], sort_keys=True)
-  return *(record.get(name) for name in ('experiment', 'corpus', 'label', 'seed', 'steps')), trained
+  kwargs = json.dumps(record['recipe_kwargs'], sort_keys=True)
+  return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs

@@ -54,7 +54,7 @@ def is_drop(variable: Any) -> bool:
 
 
 MATMULS = ('dot_general', 'ragged_dot_general', 'conv_general_dilated')
-# What hands on its operand as it is: elsewhere, or divided or typed otherwise.
+# What hands on its operand as it is: on another device, divided in another way, or varying over other axes.
 MOVES = ('copy', 'copy_p', 'device_put', 'mesh_cast', 'pcast', 'pvary', 'reshard', 'sharding_constraint')
 
 

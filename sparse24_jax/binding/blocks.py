@@ -126,7 +126,7 @@ def _sharding(h: Value, read: Sequence[Root], down: Matmul) -> tuple[Any, str | 
   """How the model says that a hidden layer is divided, or None; and what keeps a block from saying so."""
   made = [each for each in _waited_for([h]) if isinstance(each, Elementwise)]
   constraints = [each.equation.params for each in made if each.equation.primitive.name == 'sharding_constraint']
-  constraints = [params for params in constraints if params['sharding'].num_devices > 1]  # on one nothing is divided
+  constraints = [params for params in constraints if _places(params)]
   shardings = {params['sharding'] for params in constraints}
   if not shardings:
     return None, None
@@ -144,6 +144,15 @@ def _sharding(h: Value, read: Sequence[Root], down: Matmul) -> tuple[Any, str | 
   if not isinstance(sharding, jax.NamedSharding) or any(params.get('layout') for params in constraints):
     return None, f'a sharding constraint on its hidden layer that is no NamedSharding, {sharding}'
   return sharding, None
+
+
+def _places(params: Mapping[str, Any]) -> bool:
+  """Whether a sharding constraint divides or moves an array: one of one device does not, but for memory or layout."""
+  sharding = params['sharding']
+  if sharding.num_devices > 1 or params.get('layout'):
+    return True
+  kind = sharding.memory_kind
+  return kind is not None and any(kind != device.default_memory().kind for device in sharding.device_set)
 
 
 def _waited_for(values: Sequence[Value]) -> list[Matmul | Part | Elementwise]:

@@ -1,1 +1,1 @@
-"""The doors to Flax and to functions: `sparsify`, what it returns, `project`, and the checks of a model and a step."""
+"""What users call with a model, of Flax or a function: `sparsify`, `project`, and the checks of a model and a step."""

@@ -264,5 +264,3 @@ def _divided(projection: Projection, w: Array, state: Any) -> Any:
   """A state divided as its weight is, which may have been divided after the mask was chosen."""
   matrix = projection.layout_of(w).matrix(w)
   return WeightState.mapped(lambda s: _partitioning.like(s, matrix) if s.shape == matrix.shape else s, state)
-
-

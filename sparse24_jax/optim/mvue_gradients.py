@@ -32,7 +32,7 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
     A gradient transformation.
 
   Raises:
-    ValueError: of `update`, a gradient that is not float32, bfloat16 or float16.
+    ValueError: of `update`, a gradient that is not float32, bfloat16 or float16, or no matrix has the axis.
 
   Source: Chmiel et al., arXiv 2203.10991.
 
@@ -53,8 +53,12 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
   def update(updates: Any, state: MvueGradientsState, params: Any = None):
     step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data, impl=impl), state.count)
     leaves, structure = jax.tree.flatten(updates)
+    matrices = [g for g in leaves if g.ndim >= 2]
+    if matrices and not any(_has_axis(g, axis) for g in matrices):
+      raise ValueError(f'axis={axis}: no gradient has that axis, of shapes {sorted({g.shape for g in matrices})}')
     sampled = [
-      mvue24(g, jax.random.fold_in(step_key, i), axis=axis) if g.ndim >= 2 and _has_groups(g, axis) else g
+      mvue24(g, jax.random.fold_in(step_key, i), axis=axis)
+      if g.ndim >= 2 and _has_axis(g, axis) and g.shape[axis] % 4 == 0 else g
       for i, g in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, sampled), MvueGradientsState(state.key_data, optax.safe_increment(state.count))
@@ -62,5 +66,5 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
   return optax.GradientTransformation(init, update)
 
 
-def _has_groups(g: Array, axis: int) -> bool:
-  return -g.ndim <= axis < g.ndim and g.shape[axis] % 4 == 0
+def _has_axis(g: Array, axis: int) -> bool:
+  return -g.ndim <= axis < g.ndim

@@ -66,7 +66,8 @@ def scale_by_step_adam(
   window = max(1, round(1 / (1 - b2)))
 
   def init(params: Any) -> StepAdamState:
-    _watched(params, path)
+    if jax.tree.leaves(params):  # a group of weights may have none
+      _watched(params, path)
     mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), _NONE_YET, jnp.float32))
 

@@ -138,8 +138,9 @@ class CommandTest(parameterized.TestCase):
     (('main-job', '--set', 'recipe.flip_rate=refresh'), 'no effect here: .*--methods, or train'),
     (('train', '--config', 'nano', '--processes', '2', '--process', '1'),
      '--processes and --process without --coordinator or --distributed: this process would train .* by itself'),
-    (('tune-decay', '--steps', '3'), '--steps: without a meaning for --by loss'),
-    (('tune-decay', '--by', 'flips', '--share', '1', '--seeds', '1'), '--share, --seeds: without a meaning'),
+    (('flops', '--config', 'nano', '--recipe', 'static', '--set', 'recipe.name=rigl'), 'no effect here: --recipe'),
+    (('tune-decay', '--steps', '3'), '--steps: no effect with --by loss'),
+    (('tune-decay', '--by', 'flips', '--share', '1', '--seeds', '1'), '--share, --seeds: no effect with --by flips'),
   )  # fmt: skip
   def test_errors_are_one_line_and_a_status(self, arguments, message):
     status, _, err = call(*arguments)

@@ -130,15 +130,17 @@ class ProjectionTest(parameterized.TestCase):
     self.assertIs(drawn, s24.dynamic_sparse(0.25))
     self.assertIs(pickle.loads(pickle.dumps(drawn)), drawn)
     self.assertIsNot(s24.dynamic_sparse(0.25, seed=1), drawn)
+    with self.assertRaisesRegex(ValueError, 'n=True is no number'):
+      s24.magnitude(n=True)
     with self.assertRaisesRegex(TypeError, "magnitude: got an unexpected keyword argument 'k'"):
       s24.magnitude(k=2)
 
-  def test_only_a_refresh_that_looks_at_the_weight_is_a_search(self):
+  def test_only_a_refresh_that_changes_the_state_is_a_search(self):
     found = {name: is_searched(projection, W.shape, W.dtype) for name, projection in PROJECTIONS.items()}
     self.assertEqual([name for name, searched in found.items() if not searched], ['soft_threshold'])
     own = s24.Projection('own', lambda w: w * 2, lambda w, _: w, lambda w, s: w, lambda w, _: w != 0)
-    self.assertTrue(is_searched(own, W.shape, W.dtype))
-    self.assertFalse(is_searched(own._replace(refresh=lambda w, s: s + 1), W.shape, W.dtype))
+    for refresh, searched in ((lambda w, s: w, True), (lambda w, s: jnp.roll(s, 1), True), (lambda w, s: s, False)):
+      self.assertEqual(is_searched(own._replace(refresh=refresh), W.shape, W.dtype), searched)
 
   def test_names_tell_settings_apart(self):
     self.assertLen({projection.name for projection in PROJECTIONS.values()}, len(PROJECTIONS))

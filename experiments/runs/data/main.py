@@ -18,10 +18,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument('--corpus', default='aws_docs', help='see below; default: %(default)s')
   parser.add_argument('--tokenizer', default='bytes', help=f'{tokenizer.NAMES}; default: %(default)s')
   parser.add_argument('--seq-len', type=int, default=64, help='tokens a sequence; default: %(default)s')
-  parser.add_argument('--max_tokens', type=int, help='prepare only this many tokens of each split')
+  parser.add_argument('--max-tokens', type=int, help='prepare only this many tokens of each split')
   parser.add_argument('--manual-dir', help='your own text, for the corpora that need it')
   parser.add_argument(
-    '--data_dir', help=f'existing folder for prepared data; default: ${storage.ENVIRONMENT_VARIABLE} or the user cache'
+    '--data-dir', help=f'existing folder for prepared data; default: ${storage.ENVIRONMENT_VARIABLE} or the user cache'
   )
   options = parser.parse_args(argv)
   try:

@@ -70,12 +70,12 @@ class Race:
     self.length = length_of(options.size, tiny=options.tiny)
     self.num_windows = (len(train) - 1) // self.length
     together = np.concatenate([np.asarray(train, dtype), np.asarray(validation, dtype)])
-    # Spread over all documents that are held out.
     if len(validation) < self.length + 2:
       raise ValueError(
         f'{options.text} holds out {len(validation)} tokens; an evaluation takes {self.length + 2} or more'
       )
     count = options.batch * options.eval_batches
+    # Spread over all documents that are held out.
     begin = np.linspace(len(train), len(together) - self.length - 2, count).astype(np.int32)
     self.held_out = begin.reshape(options.eval_batches, options.batch)
     self.tokens = jax.device_put(together)
@@ -277,8 +277,8 @@ def _positive(text: str) -> float:
 
 
 def _count(text: str) -> int:
-  if (value := int(text)) < 1:
-    raise argparse.ArgumentTypeError(f'{text} must be 1 or more')
+  if not text.isdecimal() or (value := int(text)) < 1:
+    raise argparse.ArgumentTypeError(f'{text} must be a whole number, 1 or more')
   return value
 
 

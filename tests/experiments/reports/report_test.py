@@ -161,12 +161,13 @@ class ReportTest(parameterized.TestCase):
     self.assertEqual((record['method'], record['recipe']), ('fst', 'transposable_srste'))
     self.assertEqual(record['validation_loss'], 1.25)
     self.assertEqual(record['flip_rate']['peak_step'], 600)
-    # One at another rate is another run.
+    # One at another rate is another run, which a table would average with the first.
     config = json.loads((folder / 'fst-seed0' / 'config.json').read_text())
     config['optimizer']['peak_lr'] *= 2
     (folder / 'fst-seed0' / 'config.json').write_text(json.dumps(config))
-    compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='nano')
-    self.assertLen((folder / 'results.jsonl').read_text().splitlines(), 2)
+    with self.assertRaisesRegex(ValueError, 'holds a run of FST, seed 0, with another optimizer: give another file'):
+      compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='nano')
+    self.assertLen((folder / 'results.jsonl').read_text().splitlines(), 1)
 
   def test_flip_rates_of_all_records_end_at_the_same_step(self):
     folder = Path(temp_folder(self))

@@ -37,8 +37,12 @@ class MvueGradientsTest(parameterized.TestCase):
     s24.verify24(updates['odd'], axis=-2)
 
   def test_a_leaf_without_the_axis_passes(self):
-    tx, grads = s24.mvue_gradients(KEY, axis=-3), {'a': GRADS['a']}
-    self.assertIs(tx.update(grads, tx.init(grads))[0]['a'], GRADS['a'])
+    grads = {name: GRADS[name] for name in ('a', 'stack')}
+    stack = s24.mvue_gradients(KEY, axis=-3)
+    self.assertIs(stack.update(grads, stack.init(grads))[0]['a'], GRADS['a'])
+    none = s24.mvue_gradients(KEY, axis=5)
+    with self.assertRaisesRegex(ValueError, 'axis=5: no gradient has that axis'):
+      none.update(grads, none.init(grads))
 
   def test_leaves_and_steps_draw_differently_and_reproducibly(self):
     tx = s24.mvue_gradients(KEY)

@@ -310,14 +310,14 @@ class CommandTest(PipelineTestCase):
     return code, *(''.join(call.args[0] for call in stream.write.call_args_list) for stream in (out, err))
 
   def test_shows_sizes_and_a_sample(self):
-    data = f'--data_dir={self.data_dir}'
+    data = f'--data-dir={self.data_dir}'
     code, out, _ = self.run_command('--corpus=folder', f'--manual-dir={self.manual_dir}', data, '--seq-len=16')
     self.assertEqual(code, 0)
     self.assertIn('57 documents', out)
     self.assertIn(self.load().fingerprint, out)
 
   def test_errors_end_with_a_message(self):
-    code, out, err = self.run_command('--corpus=folder', f'--data_dir={self.data_dir}')
+    code, out, err = self.run_command('--corpus=folder', f'--data-dir={self.data_dir}')
     self.assertEqual((code, out), (1, ''))
     self.assertStartsWith(err, "error: corpus 'folder' needs manual_dir")
 
