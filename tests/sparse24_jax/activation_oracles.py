@@ -18,7 +18,7 @@ TOKENS, D, HIDDEN = 32, 8, 64
 VNM = ActivationPolicy(s24.VNM(8, 8), s24.VNM(8, 8), dense_features=0.05)
 POLICIES = {
   'vnm': VNM, '2:4': ActivationPolicy(TwoOfFour(), dense_features=0.05),
-  'no_dense': ActivationPolicy(s24.VNM(4, 16), s24.VNM(4, 16)),
+  'no_dense': ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8)),
   # The default, and with dense neurons beside it.
   'two_of_four_tokens': ActivationPolicy(s24.VNM(8, 8)),
   'two_of_four_tokens_and_dense': ActivationPolicy(s24.VNM(8, 8), dense_features=0.05),
@@ -28,7 +28,7 @@ POLICIES = {
 def draw(dtype=jnp.float32, lead=(), seed=0):
   rng = np.random.default_rng(seed)
   shapes = ((*lead, TOKENS, D), (*lead, D, HIDDEN), (*lead, HIDDEN, D), (*lead, TOKENS, D))
-  return [jnp.asarray(rng.standard_normal(s, np.float32)).astype(dtype) for s in shapes]
+  return [jnp.asarray(rng.standard_normal(s, np.float32).astype(dtype)) for s in shapes]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -42,6 +42,17 @@ def state_of(policy, w_up, w_down):
   if policy.clusters:
     state['neurons'] = cluster_neurons(w_up, clusters=policy.clusters.number)
   return state
+
+
+def written_all_dense(policy, x, w_up, w_down, dz, b_up=0.0):
+  """Values, gradients and that of `b_up` where all weights and neurons are dense: the derivative of what is kept."""
+  x, w1, w2, dz = (np.asarray(a, np.float64) for a in (x, w_up, w_down, dz))
+  r = np.maximum(x @ w1 + b_up, 0)
+  v, m = (1, 4) if policy.features == TwoOfFour() else (policy.features.v, policy.features.m)
+  mask = block_mask(r * r, v, m)
+  dh = np.where(mask, 2 * (dz @ w2.T) * r, 0)
+  y = np.where(mask, r * r, 0)
+  return [y @ w2, dh @ w1.T, x.T @ dh, y.T @ dz, dh.sum(0)]
 
 
 def relative_error(found, expected):
