@@ -8,6 +8,7 @@ import optax
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from tests.sparse24_jax.binding.functions import shape, traces
 
 STE = s24.recipes.ste('w')
 
@@ -108,14 +109,16 @@ class SumsTest(parameterized.TestCase):
   )  # fmt: skip
   def test_warns_of_what_meets_what_matmuls_make(self, f, summed, by):
     message = rf'w: {summed} at .* dense, and {by}\w* at .* puts .* right in a penalty or a metric'
-    given = STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 32))}, jnp.ones((4, 16))
-    checked = s24.check(*given)
+    # Shapes are enough: no program is compiled.
+    given = lambda p, x: f(p['w'], x), {'w': shape(16, 32)}, shape(4, 16)
+    checked = s24.check(STE, *given)
     self.assertTrue(checked.ok, checked)
     self.assertRegex('\n'.join(checked.notes), f'WARNING  {message}')
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', 'WARNING') as logs:
-      s24.bind(*given)
+      bound = s24.bind(STE, *given)
     self.assertRegex('\n'.join(logs.output), message)
+    traces(bound, *given)
 
   @parameterized.named_parameters(
     ('a_scale', lambda params, x: x * params['other'], r'other of shape .*: mul .* before a matmul reads it'),
@@ -223,9 +226,9 @@ class SumsTest(parameterized.TestCase):
     ('power_of_inputs', lambda w, x: (x @ w[:12], jnp.abs(x) ** jnp.std(w))),
   )
   def test_entries_and_sums_beside_results_are_warned_of(self, f):
-    w, x = jnp.ones((16, 32)), jnp.ones((4, 12))
-    checked = s24.check(s24.recipes.ste('w'), lambda p, x: f(p['w'], x), {'w': w}, x)
-    self.assertRegex('\n'.join(checked.notes), 'reads it as it is stored, dense')
+    given = lambda p, x: f(p['w'], x), {'w': shape(16, 32)}, shape(4, 12)
+    self.assertRegex('\n'.join(s24.check(STE, *given).notes), 'reads it as it is stored, dense')
+    traces(s24.bind(STE, *given), *given)
 
   @parameterized.named_parameters(
     ('centre', lambda p: jnp.sum((p['w'] - p['c']) ** 2)),

@@ -16,7 +16,7 @@ import pytest
 import sparse24_jax as s24
 from sparse24_jax.__main__ import main
 from tests.draws import gaussian
-from tests.sparse24_jax.binding.functions import arguments, CASES
+from tests.sparse24_jax.binding.functions import arguments, CASES, shape
 
 
 def example():
@@ -61,8 +61,7 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(table, r'\ndown .* soft_threshold, fp8_e4m3  .*\nup .* soft_threshold, fp8_e4m3, mvue  ')
 
   def test_a_mistyped_alternative_is_told(self):
-    f, params, x = example()
-    checked = s24.check(s24.recipes.ste('que?ry|outt'), f, params, x)
+    checked = s24.check(s24.recipes.ste('que?ry|outt'), *shapes())
     self.assertRegex(str(checked), r"\nWARNING  'outt' in the rule 'que\?ry\|outt' matches no .*did you mean 'out'\?")
     self.assertEqual(checked.dense, ('out',))
 
@@ -106,9 +105,9 @@ class CheckTest(parameterized.TestCase):
     self.assertNotIn('share of', str(checked))
 
   def test_every_problem_is_listed(self):
-    params = {'w': jnp.ones((16, 8)), 'v': jnp.ones((6, 8)), 'fine': jnp.ones((8, 8))}
+    params = {'w': shape(16, 8), 'v': shape(6, 8), 'fine': shape(8, 8)}
     f = lambda p, x: (x @ jnp.sin(p['w']) + x[:, :6] @ p['v']) @ p['fine']  # noqa: E731
-    checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
+    checked = s24.check(s24.recipes.ste('.*'), f, params, shape(4, 16))
     self.assertFalse(checked.ok)
     self.assertEqual([w.problem is None for w in checked.weights], [True, False, False])
     problems = r"(?s)PROBLEM  v of shape .* length 6 along axis -2.*leave it dense: recipe.with_dense\('v'\)"
@@ -284,7 +283,7 @@ class CheckTest(parameterized.TestCase):
   def test_command(self):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-      self.assertEqual(main(['check', f'{__name__}:example', '--dense', 'out', '--recipe', 's_ste']), 0)
+      self.assertEqual(main(['check', f'{__name__}:example', '--dense', 'out', '--recipe', 'ste']), 0)
       self.assertEqual(main(['check', f'{__name__}:unreadable']), 1)
     self.assertRegex(out.getvalue(), r'(?s)query +16 x 2 x 8 +in 0, out 1 2 .*dense: out; arrays .*PROBLEM  w of shape')
     self.assertEndsWith(out.getvalue(), 'to leave these dense here: --dense w\n')

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import sparse24_jax as s24
+
 
 class Case(NamedTuple):
   """A function f(params, x), the shapes of its parameters and of x, and the layout of each weight as text."""
@@ -205,3 +207,18 @@ def arguments(name):
     return rng.normal(size=shape).astype(np.float32)
 
   return {key: jnp.asarray(draw(shape) / 3) for key, shape in case.shapes.items()}, jnp.asarray(draw(case.x))
+
+
+def shape(*sizes):
+  """Of an array in float32."""
+  return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def traces(bound, f, params, x):
+  """That the sparse function and its gradient can be traced; nothing is compiled."""
+
+  def loss(params, x):
+    found = s24.sparsify(f, bound)(params, s24.sparse_variables(params, None, bound), None, x)
+    return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(found))
+
+  jax.eval_shape(jax.grad(loss), params, x)

@@ -3,16 +3,16 @@
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import sparse24_jax as s24
+from tests.sparse24_jax.binding.functions import shape, traces
 
 
 def _checked(f, shapes):
   """The check of `f(params, x)` whose matched weights begin with w."""
-  rng = np.random.default_rng(0)
-  params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-  return s24.check(s24.recipes.ste('w.*'), f, params, jnp.asarray(rng.normal(size=(8, 16)), jnp.float32))
+  recipe, given = s24.recipes.ste('w.*'), (f, {name: shape(*sizes) for name, sizes in shapes.items()}, shape(8, 16))
+  traces(s24.bind(recipe, *given), *given)
+  return s24.check(recipe, *given)
 
 
 def _perceiver(p, x):
