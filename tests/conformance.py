@@ -87,7 +87,9 @@ def mesh(axis_type=AxisType.Auto):
 
 
 def place(tree, spec, axis_type=AxisType.Auto):
-  return jax.device_put(tree, NamedSharding(mesh(axis_type), PartitionSpec(*spec)))
+  """From NumPy, but for keys: what is on a device already is divided by a program."""
+  plain = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else np.asarray(a), tree)
+  return jax.device_put(plain, NamedSharding(mesh(axis_type), PartitionSpec(*spec)))
 
 
 def weights(dtype=jnp.float32, seed=0):

@@ -40,11 +40,12 @@ def mesh(kind: str = 'Auto', shape=(4, 2)) -> Mesh:
 
 
 def put(tree, on: Mesh, *spec):
-  return jax.device_put(tree, NamedSharding(on, PartitionSpec(*spec)))
+  """From NumPy: what is on a device already is divided by a program."""
+  return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(on, PartitionSpec(*spec)))
 
 
 def normal(seed: int, *shape: int):
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), BF16)
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(BF16))
 
 
 def exchanged(hlo: str) -> dict[str, list[tuple[int, ...]]]:
@@ -84,10 +85,10 @@ class SampleTest(parameterized.TestCase):
   )  # fmt: skip
   @pytest.mark.few
   def test_is_that_of_one_device(self, kind, spec):
-    dz, x, on = normal(0, TOKENS, D), jnp.eye(TOKENS, dtype=BF16), mesh(kind)
+    dz, x, on = normal(0, TOKENS, D), jnp.asarray(np.eye(TOKENS, dtype=BF16)), mesh(kind)
     found = np.asarray(_sampled(put(dz, on, *spec), put(x, on, spec[0], None)))
     np.testing.assert_array_equal(found, np.asarray(_sampled(dz, x)))
-    expected = _mvue24(jnp.pad(dz, ((0, 0), (8, 0))), KEY)
+    expected = _mvue24(np.pad(np.asarray(dz), ((0, 0), (8, 0))), KEY)
     np.testing.assert_array_equal(found, np.asarray(expected)[:, 8:])
 
   @parameterized.parameters(('Auto', ('d', 't')), ('Explicit', (('d', 't'), None)))
@@ -138,7 +139,7 @@ class SampleTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
     """With 24 tokens on 4 devices each has 6, a group and a half."""
-    dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
+    dz, x, on = normal(0, 24, D), jnp.asarray(np.eye(24, dtype=BF16)), mesh()
     f = jax.jit(lambda dz, x: linear_layer.kernel_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
     _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
@@ -149,9 +150,9 @@ class SampleTest(parameterized.TestCase):
   @parameterized.parameters(AxisType.Explicit, AxisType.Auto)
   def test_groups_that_types_cut_are_gathered_and_said(self, other):
     """The same without a kernel, on a mesh whose axes are explicit, or one of them."""
-    dz, x = normal(0, 24, D), jnp.eye(24, dtype=BF16)
+    dz, x = normal(0, 24, D), jnp.asarray(np.eye(24, dtype=BF16))
     on = jax.make_mesh((4, 2), ('d', 't'), axis_types=(AxisType.Explicit, other))
-    policy, w = s24.DotPolicy(weight_grad='mvue'), jnp.zeros((24, D), BF16)
+    policy, w = s24.DotPolicy(weight_grad='mvue'), jnp.asarray(np.zeros((24, D), BF16))
     f = jit(lambda w, x, dz: jax.vjp(lambda w: s24.dot(x, w, policy=policy, key=KEY), w)[1](dz)[0])
     expected = f(w, x, dz)
     s24.verify24(expected)
