@@ -245,9 +245,16 @@ class TransformTest(parameterized.TestCase):
 
     params, x = {'up': jnp.ones((16, 32)), 'down': jnp.ones((32, 16))}, jnp.zeros(shape)
     bound = s24.bind(RECIPES['packed'], f, params, jnp.ones((*shape[:-2], 4, 16)))
-    states, sparse = at_start(bound, params)[0], s24.sparsify(f, bound)
-    self.assertEqual(sparse(params, states, None, x).shape, shape)
-    for g in jax.tree.leaves(jax.grad(lambda p: sparse(p, states, None, x).sum())(params)):
+    states, sparse = prepare(bound, params)[0], s24.sparsify(f, bound)
+
+    @jit
+    def both(params):
+      y, pull = jax.vjp(lambda p: sparse(p, states, None, x), params)
+      return y, pull(y)
+
+    y, gradients = both(params)
+    self.assertEqual(y.shape, shape)
+    for g in jax.tree.leaves(gradients):
       self.assertFalse(np.asarray(g).any())
 
   def test_a_layer_that_is_not_there(self):

@@ -131,12 +131,12 @@ class ChangesTest(absltest.TestCase):
         return self.mix(x + self.attend(x))
 
     x, model = X[None], Heads(nnx.Rngs(0))
-    recipe = s24.recipes.transposable_srste('.*kernel', masked_decay=1e-3)
+    recipe = s24.recipes.ste('.*kernel')
     with self.assertRaisesRegex(ValueError, 'attend/key/kernel of shape .* the model reads it as in 0, out 1 2.*bind'):
       s24.sparsify(model, recipe)(x)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     bound = s24.bind(recipe, lambda params, x: nnx.merge(graph, params, rest)(x), params, x)
-    sparse = s24.sparsify(model, bound, rngs=nnx.Rngs(mvue=0))
+    sparse = s24.sparsify(model, bound)
     run = nnx.jit(lambda model, x: model(x))
     np.testing.assert_allclose(run(sparse, x), run(projected(model, bound), x), rtol=1e-5, atol=1e-6)
     # As a function, the states that an nnx model takes serve, too.
