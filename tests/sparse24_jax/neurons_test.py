@@ -110,7 +110,7 @@ class RoutingTest(parameterized.TestCase):
     y = np.square(np.maximum(x @ w_up, 0))
 
     def lost(y, clusters=None):
-      policy = ActivationPolicy(s24.VNM(8, 16), s24.VNM(8, 16), clusters=clusters)
+      policy = ActivationPolicy(s24.VNM(8, 8), s24.VNM(8, 8), clusters=clusters)
       kept = jit(functools.partial(feature_mask, policy=policy))(y)
       return np.linalg.norm(np.where(kept, 0, y).sum(1)) / np.linalg.norm(y.sum(1))
 
