@@ -64,9 +64,9 @@ class KeysTest(parameterized.TestCase):
       sparse = s24.sparsify(f, recipe, phase=phase)
       for given in (None, key, jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
         self.assertEqual(sparse(params, variables, given, tokens).shape, (2, 4))
-        self.assertEqual(jax.jit(sparse)(params, variables, given, tokens).shape, (2, 4))
+        self.assertEqual(jax.eval_shape(sparse, params, variables, given, tokens).shape, (2, 4))
       keys = jax.random.split(key, 3)
-      many = jax.vmap(sparse, (None, None, 0, None))(params, variables, keys, tokens)
+      many = jax.eval_shape(jax.vmap(sparse, (None, None, 0, None)), params, variables, keys, tokens)
       self.assertEqual(many.shape, (3, 2, 4))
       for bad, found in ((tokens, r'int32 of shape \(2, 8\)'), (keys, r'keys of shape \(3,\)'), (0, 'a int')):
         message = rf'the third argument must be a PRNG key or None: f\(params, variables, key, ...\); found {found}'

@@ -44,7 +44,7 @@ class LinenTest(parameterized.TestCase):
     found = {}
     for boxed in (True, False):
       params, grads = trees(boxed)
-      tx = optax.chain(optax.clip_by_global_norm(10.0), s24.sparse_training(optax.adam(0.3), RECIPES[name]))
+      tx = optax.chain(optax.clip_by_global_norm(10.0), s24.sparse_training(optax.sgd(0.3, 0.9), RECIPES[name]))
       state = tx.init(params)
       update = jax.jit(tx.update)
       for _ in range(4):

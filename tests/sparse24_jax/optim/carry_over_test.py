@@ -24,7 +24,7 @@ RECIPES = {
 
 
 def optimizer(recipe, *, phase='sparse'):
-  return optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-2), recipe, phase=phase))
+  return optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.sgd(1e-2, 0.9), recipe, phase=phase))
 
 
 def trained(tx, steps, params=PARAMS, state=None):
@@ -104,7 +104,7 @@ class CarryOverTest(parameterized.TestCase):
       s24.get_flip_rate(s24.carry_over(tx.init(outer), refused))
 
   def test_after_a_dense_start(self):
-    dense = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    dense = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, 0.9))
     params, old = trained(dense, 3)
     tx = optimizer(s24.recipes.s_ste('up'))
     state = s24.carry_over(tx.init(params), old)
@@ -132,9 +132,8 @@ class CarryOverTest(parameterized.TestCase):
   def test_a_stacked_ensemble(self):
     before, after = (optimizer(s24.recipes.ste(path)) for path in ('up', 'up|down'))
     params = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), PARAMS)
-    old = jax.vmap(before.init)(params)
-    update = jax.vmap(after.update)
-    _, state = update(params, s24.carry_over(jax.vmap(after.init)(params), old), params)
+    old, new = (jax.jit(jax.vmap(tx.init))(params) for tx in (before, after))
+    _, state = jax.jit(jax.vmap(after.update))(params, s24.carry_over(new, old), params)
     self.assertEqual(state[1].count.tolist(), [1, 1])
     self.assertEqual(s24.get_flip_rate(state).overall.shape, (2,))
 
