@@ -57,14 +57,20 @@ def make_init(parts: Parts) -> Callable[[int], TrainState]:
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
   if parts.mesh is None:
-    return jax.jit(init)
+    return jax.jit(init, out_shardings=first_device())
   return jax.jit(init, out_shardings=meshes.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
 
 
 def make_restart(parts: Parts, sharding: Any) -> Callable[[Any], TrainState]:
   """Compiles to one program: parameters -> the state of a run that begins with them."""
   tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
+  sharding = sharding or first_device()
   return jax.jit(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p)), out_shardings=sharding)
+
+
+def first_device() -> jax.sharding.Sharding:
+  """Said of a first state as of one from a checkpoint: for what is left to JAX each program is compiled once more."""
+  return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def outputs_of(

@@ -163,6 +163,7 @@ class GoOnTest(absltest.TestCase):
   def test_rolled_back_to_the_last_checkpoint_and_on_with_other_batches(self):
     folder = temp_folder(self)
     run(tiny('ste', bad_numbers__policy='roll_back'), folder, BadBatch(17), STE)
+    self.assertEqual(STE[0].step('sparse', None, None)._cache_size(), 1)  # what is read back is stepped by that program
     (event,) = events_of(folder)
     self.assertEqual((event['step'], event['event']), (10, 'rolled back'))
     self.assertRegex(event['what'], r'the loss is nan at step 17; rolled back to step 10')
