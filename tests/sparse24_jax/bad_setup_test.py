@@ -73,7 +73,7 @@ NO_ARRAYS = {**PARAMS, 'activation': jax.nn.relu, 'layers': {'name': 'up', 'rate
 
 def evolved(inner):
   tx = s24.sparse_training(inner, s24.recipes.rigl('mlp/.*kernel', density=0.5, total_steps=10, refresh_every=5))
-  return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  return jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), PARAMS)
 
 
 def linen_apply(model, recipe, collection):

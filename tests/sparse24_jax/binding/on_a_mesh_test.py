@@ -232,6 +232,7 @@ class OnAMeshTest(parameterized.TestCase):
       value, expected = gradient(params, x, False)
     else:  # nothing is sampled, and the gradients are those of the projected weights
       plain = jax.jit(jax.value_and_grad(loss), static_argnums=2, compiler_options=options)
+      assert policy.projection
       masks = {role: np.asarray(policy.projection.init(w)) for role, w in params.items()}
       value, expected = plain({role: np.where(masks[role], w, 0) for role, w in params.items()}, x, False)
     with jax.set_mesh(jax.make_mesh((4,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))):
