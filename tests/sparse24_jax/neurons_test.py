@@ -100,7 +100,7 @@ class RoutingTest(parameterized.TestCase):
 
   def test_routing_keeps_more_of_clustered_activations(self):
     # Eight kinds of tokens, each using its own eighth of the neurons, in random order: blocks of eight unsorted tokens
-    # need all neurons of a group, sorted ones one. What is lost falls from a half to nearly nothing.
+    # need all neurons of a group, sorted ones one. What is lost falls from a quarter to nearly nothing.
     rng = np.random.default_rng(0)
     centres = np.linalg.qr(rng.standard_normal((16, 8)))[0]
     label, kind = rng.permutation(np.repeat(np.arange(8), 16)), rng.permutation(np.repeat(np.arange(8), 16))
