@@ -119,6 +119,11 @@ class LayerPlan:
     items = tuple(precision.key(role, self.tokens, self.d_in, self.d_out, self.dtype).items())
     return Timing(api.OP, items, row, check=self.checks.get(items))
 
+  @property
+  def steps(self) -> tuple[Step, ...]:
+    """Everything that runs, in order, but for the packing of the weight."""
+    return (*self.forward_steps(), *self.backward_steps())
+
   def forward_steps(self, of: str = '') -> tuple[Step, ...]:
     """Those of the forward; names end with whose they are, such as ' of up'."""
     return (*self.prepared('forward', of), self.matmul('forward', f'forward{of}'))
