@@ -157,19 +157,18 @@ def _tune(args: argparse.Namespace) -> None:
   if config.recipe.name == 'dense':
     experiment.refuse_overrides(args.overrides, tune_decay.SET_FOR_DENSE)
     config = methods.configure(config, 'fst', config.seed)
-  of_the_other = {'loss': ('steps',), 'flips': ('share', 'seeds', 'results')}[args.by]
-  if idle := [f'--{name}' for name in of_the_other if getattr(args, name) is not None]:
+  names = {'loss': ('share', 'seeds', 'results'), 'flips': ('steps',)}
+  given = {name: value for each in names.values() for name in each if (value := getattr(args, name)) is not None}
+  if idle := [f'--{name}' for name in given if name not in names[args.by]]:
     raise ValueError(f'{", ".join(idle)}: no effect with --by {args.by}')
   if args.by == 'loss':
-    results = Path(args.results or f'{args.folder}/decays.jsonl')
+    results = Path(given.pop('results', f'{args.folder}/decays.jsonl'))
     chosen = decays.search(
-      config, args.folder, results, candidates=args.candidates or decays.CANDIDATES,
-      share=decays.SHARE if args.share is None else args.share, seeds=args.seeds or (0, 1),
-    )  # fmt: skip
+      config, args.folder, results, candidates=args.candidates or decays.CANDIDATES, **given
+    )
     print(f'choice: {chosen.decay:g} ({chosen.reason}); records: {results}')
     return
-  candidates = args.candidates or tune_decay.CANDIDATES
-  choice = tune_decay.tune(config, args.folder, candidates=candidates, steps=args.steps or 0)
+  choice = tune_decay.tune(config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, **given)
   for trial in choice.trials:
     print(f'  lambda {trial.decay:<8g} mu {trial.ratio:.3f}{"  feasible" if trial.feasible else ""}')
   print(f'choice: {choice.decay} ({choice.reason}); record and plot in {args.folder}')

@@ -36,12 +36,11 @@ from tests.sparse24_jax.activation_oracles import (
 
 class NumericsTest(parameterized.TestCase):
 
-  # Of 64 neurons, 0.12 are 7.68. Slow are the last by name: fewer dense neurons, and blocks of 16 columns.
+  # Of 64 neurons, 0.12 are 7.68.
   @parameterized.named_parameters(
     *POLICIES.items(), ('more_dense', dataclasses.replace(VNM, dense_features=0.12)),
     ('wide', ActivationPolicy(s24.VNM(4, 16), s24.VNM(4, 16))),
   )  # fmt: skip
-  @pytest.mark.few(5)
   def test_against_float64(self, policy):
     inputs = draw()
     for found, expected in zip(forward_and_grads(policy, *inputs), written_block(policy, *inputs), strict=True):
