@@ -430,6 +430,18 @@ class CommandTest(parameterized.TestCase):
     self.assertLessEqual(max(map(len, out.getvalue().splitlines())), 100)
     return out.getvalue()
 
+  def test_code_of_several_answers_stands_once(self):
+    answer = guide.answer
+
+    def of_one_code(*args, **kwargs):
+      return dataclasses.replace(answer(*args, **kwargs), code=['# Once.', 'recipe'])
+
+    with mock.patch.object(guide, 'answer', of_one_code):
+      said = self.said('guide', '--tokens', '32768', '--d', '2048', '--hidden', '8192', '--device', 'nvidia_h200')
+    first, *others = guide.QUESTIONS.values()
+    self.assertEqual(said.count('\n    # Once.\n'), 1)
+    self.assertEqual(said.count(f'\n    # As under "{first}"\n'), len(others))
+
   def test_on_a_gpu_with_records(self):
     arguments = ['guide', '--tokens', '32768', '--d', '2048', '--hidden', '8192', '--device', 'nvidia_h200']
     said = self.said(*arguments)
@@ -437,7 +449,6 @@ class CommandTest(parameterized.TestCase):
       self.assertIn(f'\n\n{question}\n\nTake  ', said)
     self.assertRegex(said, r'\n  S-STE, FP8 +\d\.\d\d\n')
     self.assertNotRegex(said, 'not nvidia|wide2048|rotary_qk|774m')
-    self.assertEqual(said.count('\n    # Once.\n'), 2)  # what two answers have in common stands once
     self.assertRegex(said, r'\n  neuron level, 128:2:8, two of four tokens +1\.\d\d\n')
     self.assertRegex(said, r'\n  FST, FP8, all linear layers, dense end in 16 bits\*? +0\.76 ± 0\.01')
     self.assertIn('a sparse step 1.14 times (1.13 to 1.14; 24 layers of width 2,048', ' '.join(said.split()))

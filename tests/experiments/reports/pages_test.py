@@ -146,7 +146,8 @@ class RecordsTest(parameterized.TestCase):
 
   def test_a_table_that_does_not(self):
     folder = Path(temp_folder(self))
-    path, clean, faulty = folder / 'page.md', 'vnm_matmul.jsonl', folder / 'dirty.jsonl'
+    path, clean, faulty = folder / 'page.md', folder / 'clean.jsonl', folder / 'dirty.jsonl'
+    clean.write_text('{"commit": "df15449", "command": "python -m experiments bench", "samples_ms": [1.5]}\n')
     faulty.write_text('{"commit": "df15449-dirty", "command": "python -m experiments grid"}\n')
     cases = (
       ('', 'without <!-- records'), (f'In one process:\n<!-- records: {clean} -->\n', None),
