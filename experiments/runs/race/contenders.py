@@ -33,6 +33,7 @@ class Contender:
     dense_from: what a dense phase after a sparse one starts from: 'weights', or 'projected' ones, with which the sparse
       steps computed.
     fp8: regular expression of weights that are dense in FP8, unless the recipe makes them sparse.
+    dense_end: share of the steps, at the end, that run dense, for a recipe that has no dense end of its own.
     plain: whether it runs by plain jax.numpy, whatever the GPU.
     size: a size of its own in place of that of the race.
     rate: the only learning rate, in place of a search.
@@ -45,6 +46,7 @@ class Contender:
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   dense_from: str = 'weights'
   fp8: str | None = None
+  dense_end: float = 0.0
   plain: bool = False
   size: str | None = None
   rate: float | None = None
@@ -77,6 +79,9 @@ class Contender:
       traced = isinstance(steps, jax.core.Tracer)
       recipe = recipe_of(self.recipe, kwargs, MANY_STEPS if traced else int(steps))
       recipe = _shortened(recipe, MANY_STEPS / steps) if traced else recipe
+    if self.dense_end:
+      phases = s24.Phase('sparse', 1 - self.dense_end), s24.Phase('dense', self.dense_end)
+      recipe = dataclasses.replace(recipe, phases=phases)
     if self.fp8:
       rule = s24.Rule(self.fp8, s24.DotPolicy(precision='fp8'))
       recipe = dataclasses.replace(recipe, rules=(*recipe.rules, rule))
@@ -117,7 +122,7 @@ def of(
   base = METHODS[method]
   return Contender(
     label=', '.join([base.label, *changes]), recipe=base.recipe, kwargs={**base.kwargs, **(kwargs or {})},
-    model={**base.model, **(model or {})}, dense_from=base.dense_from, **fields,
+    model={**base.model, **(model or {})}, **{'dense_from': base.dense_from, **fields},
   )  # fmt: skip
 
 
@@ -183,11 +188,20 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_fp8_all_exact_down_dense_third': of(
     'fst_fp8_all', 'exact weight gradients of down', 'dense for a third', kwargs=_EXACT_DOWN | {'dense_fraction': 1 / 3}
   ),
+  'fst_fp8_all_exact_down_dense_third_from_pruned': of(
+    'fst_fp8_all', 'exact weight gradients of down', 'dense for a third, from pruned weights',
+    kwargs=_EXACT_DOWN | {'dense_fraction': 1 / 3}, dense_from='projected',
+  ),
   # What the format of gradients costs.
   's_ste_fp8_all_e4m3': of('s_ste_fp8_all', 'gradients in e4m3', kwargs=_E4M3),
   # Both.
   's_ste_fp8_all_e4m3_exact_down': of(
     's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', kwargs=_E4M3 | _EXACT_DOWN
+  ),
+  # S-STE with a dense end, which is ours. It begins with the weights that the sparse steps computed with.
+  's_ste_fp8_all_e4m3_exact_down_dense_third': of(
+    's_ste_fp8_all', 'gradients in e4m3', 'exact weight gradients of down', 'dense for a third',
+    kwargs=_E4M3 | _EXACT_DOWN, dense_end=1 / 3, dense_from='projected',
   ),
   # What FST's masks cost: transposable ones, those of rows, and the soft threshold of rows, each sparse to the end.
   'fst_to_the_end_unsampled': of('fst_to_the_end', 'exact weight gradients', kwargs=_EXACT),
