@@ -10,7 +10,7 @@ from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.reports import reached
+from experiments.reports import reached, tables
 from experiments.reports.claims import half_width
 from experiments.runs.race.contenders import CONTENDERS
 
@@ -280,8 +280,7 @@ def share(shares: Sequence[float]) -> str:
 def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A table without the columns that are empty: a race need not have a dense model, or shorter runs."""
   kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
-  lines = [head, ['---'] * len(head), *rows]
-  return '\n'.join('| ' + ' | '.join(line[i] for i in kept) + ' |' for line in lines)
+  return tables.markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:

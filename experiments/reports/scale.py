@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from experiments.bench.scale import formula
-from experiments.reports import best_steps, provenance
+from experiments.reports import best_steps, provenance, tables
 
 _STEP = ('NVIDIA H200', 'llama-3b')
 _PAPER = (
@@ -44,17 +44,15 @@ def page() -> str:
     dense.ms, fst.ms, shape['batch'] * shape['length'], fst.record['parameters'],
     3 * shape['layers'] * shape['d'] * shape['hidden'],
   )  # fmt: skip
-  lines = []
+  rows = []
   for row in formula.rows(compute):
     (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
     apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
-    lines.append(
-      f'| {row.model} | {row.gpus:,} | {row.layout} | {row.memory:,.0f} | {row.dense_traffic:,.0f} | '
-      f'{row.sparse_traffic:,.0f} | {t_dense:.2f} | {t_sparse:.2f} | {c_dense:.2f} | {c_sparse:.2f} | {hidden:.2f} | '
-      f'{apart:.2f} |'
-    )
-  paper = '\n'.join(lines)
-  counted = '\n'.join(map(_counted, simulated))
+    sizes = row.memory, row.dense_traffic, row.sparse_traffic
+    times = t_dense, t_sparse, c_dense, c_sparse, hidden, apart
+    rows.append([
+      row.model, f'{row.gpus:,}', row.layout, *(f'{size:,.0f}' for size in sizes), *(f'{time:.2f}' for time in times)
+    ])  # fmt: skip
   basis = (
     f'A step has {formula.TOKENS:,} tokens in sequences of {shape["length"]:,}, micro-batches of at most '
     f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
@@ -77,8 +75,7 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 {textwrap.fill(basis, 118)}
 
 <!-- records: best_steps.jsonl?model=llama-3b -->
-{_head(*_PAPER)}
-{paper}
+{tables.markdown(_PAPER, rows)}
 
 ## By simulation
 
@@ -88,7 +85,7 @@ Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted 
 <!-- records: none, a test counts them -->
 
 | layers | dense | sparse |
-|---|---|---|
+| --- | --- | --- |
 | in a loop (`scan_layers`) | 4 | 2 1/4 |
 | one by one, recomputed | 4 | 3 |
 | one by one | 2 | 2 1/4 |
@@ -105,24 +102,18 @@ holds up the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink
 {_SIMULATION}
 
 <!-- records: scale.jsonl -->
-{_head(*_SIMULATED)}
-{counted}
+{tables.markdown(_SIMULATED, map(_counted, simulated))}
 """
 
 
-def _head(*names: str) -> str:
-  return f'| {" | ".join(names)} |\n|{"---|" * len(names)}'
-
-
-def _counted(record: Mapping[str, Any]) -> str:
+def _counted(record: Mapping[str, Any]) -> list[Any]:
   dense, sparse = record['dense'], record['sparse']
   layout = ' x '.join(map(str, record['layout']))
-  cells = [
+  return [
     record['devices'], layout, record['layers'], _kinds(dense['exchanges']),
     _kinds(sparse['exchanges']), *(f'{twin["bytes"] / 2**20:.1f}' for twin in (dense, sparse)),
     _kinds(record['mask refresh']), _kinds(record['packing']),
   ]  # fmt: skip
-  return f'| {" | ".join(map(str, cells))} |'
 
 
 def _kinds(exchanges: Mapping[str, int]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.reports import charts
+from experiments.reports import charts, tables
 
 type Record = Mapping[str, Any]
 
@@ -137,21 +137,20 @@ def markdown(records: Sequence[Record]) -> str:
   On one NVIDIA A100:
   <BLANKLINE>
   | activation, sizes | method | sparse, ms | dense, ms | times faster | dense FP8, ms | than that | processes |
-  |---|---|---|---|---|---|---|---|
+  | --- | --- | --- | --- | --- | --- | --- | --- |
   | gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |  |  | 1 |
   """
   main, *others = _devices(records)
-  lines = [f'On one {main}{", where a row names no other" if others else ""}:', '']
   head = ('activation, sizes', 'method', 'sparse, ms', 'dense, ms', 'times faster')
   head += ('dense FP8, ms', 'than that', 'processes')
-  lines += [f'| {" | ".join(head)} |', '|---' * len(head) + '|']
+  rows = []
   for device in (main, *others):
     where = '' if device == main else f', {device}'
-    lines += [_row(many, where) for many in by_process(r for r in records if r.get('device') == device)]
-  return '\n'.join(lines)
+    rows += [_row(many, where) for many in by_process(r for r in records if r.get('device') == device)]
+  return f'On one {main}{", where a row names no other" if others else ""}:\n\n{tables.markdown(head, rows)}'
 
 
-def _row(many: Sequence[Record], where: str) -> str:
+def _row(many: Sequence[Record], where: str) -> list[Any]:
   record, shape = many[0], many[0]['shape']
 
   def ms(twin: str) -> str:
@@ -161,11 +160,10 @@ def _row(many: Sequence[Record], where: str) -> str:
   times, over_fp8 = (spread(lower(r).get(twin) for r in many) for twin in ('dense', 'dense_fp8'))
   median, _, rest = times.partition(' ')
   what = f'{record["activation"]}, {" x ".join(str(shape[size]) for size in ("tokens", "d", "hidden"))}{where}'
-  cells = (
+  return [
     what, _method(record), f'{statistics.median(r["median_ms"] for r in many):.2f}',
     ms('dense'), f'**{median}** {rest}'.strip(), ms('dense_fp8'), over_fp8, len(many),
-  )  # fmt: skip
-  return f'| {" | ".join(map(str, cells))} |'
+  ]  # fmt: skip
 
 
 def _method(record: Record) -> str:
