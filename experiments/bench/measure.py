@@ -1,4 +1,4 @@
-"""What the step benchmarks share beside `pallas_kernels._bench`: policies, command lines."""
+"""What the step benchmarks share beside `pallas_kernels._bench`: heads of records, command lines."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,18 +10,6 @@ from typing import Any
 import jax
 
 from pallas_kernels import _bench, _device
-import sparse24_jax as s24
-
-ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
-
-
-def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.ActivationPolicy:
-  """V:2:M features by a setting: the published one or one that loses less (`docs/quality_runs.md`)."""
-  pattern = s24.VNM(v, m)
-  tokens, share = {
-    '': (pattern, 0.05), 'dense_neurons': (pattern, 0.2), 'two_of_four_tokens': (s24.TwoOfFour(), 0.0)
-  }[setting]  # fmt: skip
-  return s24.ActivationPolicy(pattern, tokens, share, **fields)
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:

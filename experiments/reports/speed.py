@@ -12,12 +12,11 @@ import statistics
 from typing import Any
 
 from experiments.reports import charts, tables
+from experiments.runs.recipes import DENSE_SHARE
 
 type Record = Mapping[str, Any]
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Share of neurons that are dense in weight gradients.
-_PUBLISHED_DENSE_SHARE = 0.05
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -90,7 +89,7 @@ def pattern(record: Record) -> str:
   if record['token_pattern']:
     return f'{record["pattern"]}, {record["token_pattern"]} along tokens'
   share = record['dense_features']
-  return record['pattern'] + ('' if share == _PUBLISHED_DENSE_SHARE else f' with {share:.0%} dense neurons')
+  return record['pattern'] + ('' if share == DENSE_SHARE else f' with {share:.0%} dense neurons')
 
 
 def ratios(record: Record) -> dict[str, float]:
@@ -172,7 +171,7 @@ def _method(record: Record) -> str:
 
 
 def _published(record: Record) -> bool:
-  return 'pattern' not in record or (record.get('token_pattern'), record.get('dense_features')) == (None, 0.05)
+  return 'pattern' not in record or pattern(record) == record['pattern']
 
 
 def _devices(records: Sequence[Record]) -> list[Any]:
