@@ -44,26 +44,6 @@ def page() -> str:
     dense.ms, fst.ms, shape['batch'] * shape['length'], fst.record['parameters'],
     3 * shape['layers'] * shape['d'] * shape['hidden'],
   )  # fmt: skip
-  rows = []
-  for row in formula.rows(compute):
-    (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
-    apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
-    sizes = row.memory, row.dense_traffic, row.sparse_traffic
-    times = t_dense, t_sparse, c_dense, c_sparse, hidden, apart
-    rows.append([
-      row.model, f'{row.gpus:,}', row.layout, *(f'{size:,.0f}' for size in sizes), *(f'{time:.2f}' for time in times)
-    ])  # fmt: skip
-  basis = (
-    f'A step has {formula.TOKENS:,} tokens in sequences of {shape["length"]:,}, micro-batches of at most '
-    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
-    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step that recomputes its '
-    f'blocks would take {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse one '
-    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
-    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
-    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
-    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
-    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
-  )
   return f"""# Many GPUs, on paper and by simulation
 
 Made by `make pages`. Nothing here was measured on more than one GPU.
@@ -72,10 +52,10 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 
 {text.strip()}
 
-{textwrap.fill(basis, 118)}
+{textwrap.fill(_basis(fst, compute), 118)}
 
 <!-- records: best_steps.jsonl?model=llama-3b -->
-{tables.markdown(_PAPER, rows)}
+{tables.markdown(_PAPER, map(_computed, formula.rows(compute)))}
 
 ## By simulation
 
@@ -104,6 +84,31 @@ holds up the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink
 <!-- records: scale.jsonl -->
 {tables.markdown(_SIMULATED, map(_counted, simulated))}
 """
+
+
+def _basis(fst: best_steps.Best, compute: formula.Compute) -> str:
+  """What the figures on paper take for granted."""
+  return (
+    f'A step has {formula.TOKENS:,} tokens in sequences of {fst.record["shape"]["length"]:,}, micro-batches of at most '
+    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
+    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step that recomputes its '
+    f'blocks would take {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse one '
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
+    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
+    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
+    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
+    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
+  )
+
+
+def _computed(row: formula.Row) -> list[Any]:
+  (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
+  apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
+  sizes = row.memory, row.dense_traffic, row.sparse_traffic
+  times = t_dense, t_sparse, c_dense, c_sparse, hidden, apart
+  return [
+    row.model, f'{row.gpus:,}', row.layout, *(f'{size:,.0f}' for size in sizes), *(f'{time:.2f}' for time in times)
+  ]  # fmt: skip
 
 
 def _counted(record: Mapping[str, Any]) -> list[Any]:
