@@ -5,7 +5,6 @@ A command imports what it needs when it runs, so that none waits for the librari
 
 import argparse
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _cloze(args: argparse.Namespace) -> None:
-  from experiments.runs import inspection, language, records
+  from experiments.runs import inspection, json_lines, language, records
   from experiments.runs.environment import environment, without_folders
 
   for run in args.runs:
@@ -92,8 +91,7 @@ def _cloze(args: argparse.Namespace) -> None:
       if (loss := of.validation_loss_at(step)) is not None:  # of the checkpoint that was asked, or of none
         known['validation_loss'] = loss
       known |= {'measures': values, **without_folders(environment())}
-      with Path(args.results).open('a') as file:
-        file.write(json.dumps(known) + '\n')
+      json_lines.append(Path(args.results), known)
 
 
 def _inspect(args: argparse.Namespace) -> None:

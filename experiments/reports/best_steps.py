@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 from pathlib import Path
 import statistics
 from typing import Any
 
 from experiments.reports import provenance, tables
+from experiments.runs import json_lines
 
 FILE = 'best_steps.jsonl'
 _PROCESSES = 3  # that settle a time
@@ -47,7 +47,7 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
   Records of before 29 November 2026 do not say which GPU it was.
   """
   sessions: dict[tuple[str, str, Any], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
-  records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
+  records = [record for record in json_lines.read(path) if record['headline']]
   for record in records:
     layouts = sessions[record['device'], record['model'], _session(record)][record['recipe']]
     layouts.setdefault(record['layout'], []).append(record)

@@ -78,10 +78,9 @@ def restoration_markdown(races: Sequence[tuple[str, Sequence[Mapping[str, Any]]]
         stage = [f'{begin:,}', f'{at:,}', table.interval(before), table.interval(gained, '+')]
       else:
         stage = ['never', '', '', '']
-      minus = [own.losses[seed] - loss for seed, loss in found[MST].losses.items() if seed in own.losses]
       rows.append([
         f'{own.title}, {place}', f'{own.rate:g}', str(len(runs)), *stage[:3], table.interval([*own.losses.values()]),
-        stage[3], '' if name == MST else table.interval(minus, '+'),
+        stage[3], '' if name == MST else table.interval(table.pairs_of(own, found[MST]), '+'),
       ])  # fmt: skip
   return tables.markdown(head, rows)
 

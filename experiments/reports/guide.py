@@ -27,7 +27,6 @@ from experiments.reports.evidence import (
   narrowed,
   near,
   OPTIONS,
-  RESULTS,
   Step,
   steps,
   told,
@@ -45,6 +44,7 @@ from experiments.reports.guide_races import (
   without_dense,
 )
 from experiments.reports.guide_tables import LEGEND, tables
+from experiments.reports.provenance import RESULTS
 from experiments.runs.race.contenders import Contender, CONTENDERS, MANY_STEPS
 from pallas_kernels import _device, _records
 import sparse24_jax as s24

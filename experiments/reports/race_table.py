@@ -4,7 +4,6 @@ import argparse
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
-import json
 import math
 from pathlib import Path
 import statistics
@@ -12,6 +11,7 @@ from typing import Any
 
 from experiments.reports import reached, tables
 from experiments.reports.claims import half_width
+from experiments.runs import json_lines
 from experiments.runs.race.contenders import CONTENDERS
 
 # Ends the name of a contender whose dense end has become FP8 since.
@@ -42,8 +42,7 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
     ValueError: records of one race say that they are of several texts, whose losses do not compare.
   """
   races: dict[str, list[dict[str, Any]]] = {}
-  for line in path.read_text().splitlines():
-    record = json.loads(line)
+  for record in json_lines.read(path):
     if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
       record['title'] = today.label
       if today.dense_phase != record.get('dense_phase'):
@@ -219,12 +218,12 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   """
   rows = []
   for name, own in found.items():
-    pairs = [-difference for difference in pairs_of(found[against], own)]
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
       str(own.searched), str(len(own.losses)) + (', which chose' if own.of_search else ''),
       interval(list(own.losses.values()), ''),
-      *(('', '') if name == against else (interval(pairs, '+'), interval(percent_above(own, found[against]), '+', 2))),
+      '' if name == against else interval(pairs_of(own, found[against]), '+'),
+      '' if name == against else interval(percent_above(own, found[against]), '+', 2),
     ])  # fmt: skip
   return rows
 

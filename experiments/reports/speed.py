@@ -16,7 +16,6 @@ from experiments.runs.recipes import DENSE_SHARE
 
 type Record = Mapping[str, Any]
 
-RESULTS = Path(__file__).parents[1] / 'results'
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:

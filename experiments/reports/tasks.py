@@ -1,13 +1,13 @@
 """A table of the papers' tasks from their records: losses, differences to dense, and what each task measures beside."""
 
 from collections.abc import Mapping, Sequence
-import json
 from typing import Any
 
 import numpy as np
 
 from experiments.reports import provenance, tables
 from experiments.reports.claims import half_width
+from experiments.runs import json_lines
 
 # What a row says of the file that it is of.
 FILES: Mapping[str, str] = {
@@ -29,7 +29,7 @@ def markdown() -> str:
   made = []
   for file, title in FILES.items():
     if (path := provenance.RESULTS / file).exists():
-      made += rows(title, list(map(json.loads, path.read_text().splitlines())))
+      made += rows(title, json_lines.read(path))
   head = ['task', 'method', 'steps', 'seeds', 'validation loss, 95% interval', 'minus dense', 'measure']
   return tables.markdown(head, made)
 

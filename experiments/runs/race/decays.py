@@ -7,13 +7,12 @@ a line, with its flip rates; the same command given again goes on after those th
 
 from collections.abc import Iterable, Mapping, Sequence
 import inspect
-import json
 import math
 from pathlib import Path
 import statistics
 from typing import Any, NamedTuple
 
-from experiments.runs import records
+from experiments.runs import json_lines, records
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
@@ -110,8 +109,7 @@ def search(
         steps, rates = records.read_run(path).flip_curve()
         curve = [[int(step), float(rate)] for step, rate in zip(steps, rates, strict=True)]
         record |= {**own, 'contender': config.method, 'flip_rates': curve}
-        with results.open('a') as file:
-          file.write(json.dumps(record) + '\n')
+        json_lines.append(results, record)
         print(f'  decay {decay:<8g} seed {seed}: loss {_said(record["loss"])} after {run.steps} steps', flush=True)
       mine.append(record)
   return choose(mine)

@@ -7,7 +7,6 @@ side, see `population`. Records are written as a population ends; the same comma
 """
 
 from collections.abc import Mapping, Sequence
-import json
 import math
 from pathlib import Path
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import method_table, methods
+from experiments.runs import json_lines, method_table, methods
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.race import decays, tuned
@@ -136,8 +135,7 @@ class Grid:
       made = [
         self._record(name, trial, outcome, len(some), seconds) for trial, outcome in zip(some, outcomes, strict=True)
       ]
-      with self.results.open('a') as file:
-        file.writelines(json.dumps(record) + '\n' for record in made)
+      json_lines.append(self.results, *made)
       found |= dict(zip(some, made, strict=True))
     self.records += [found[trial] for trial in missing]
     return [found[trial] for trial in trials]

@@ -15,7 +15,6 @@ start a process on each, with CUDA_VISIBLE_DEVICES, contenders and a FILE of its
 import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 import math
 import os
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.runs import json_lines
 from experiments.runs.data import packing
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.models import gpt2
@@ -218,7 +218,7 @@ class Race:
       'parameters': param_count(programs.shapes.params), 'shape': shape, 'scan_layers': config.scan_layers,
       'remat': config.remat, 'compile_s': self.compile_s[name], 'temporaries_gb': memory, **found,
     }  # fmt: skip
-    self._write({'bench': 'race_clock', **self.head, **self._who(name), **self.clocked[name]})
+    json_lines.append(self.options.out, {'bench': 'race_clock', **self.head, **self._who(name), **self.clocked[name]})
     self._say(f'{name}: {found["step_ms"]:.2f} ms a step {found["phases_ms"]}, temporaries {memory} GB')
 
   def _trial(self, name: str, trial: Trial) -> None:
@@ -230,7 +230,7 @@ class Race:
     )
     self.done[name][trial] = math.inf if found['loss'] is None else found['loss']
     clocked = {key: self.clocked[name][key] for key in ('parameters', 'shape', 'step_ms')}
-    self._write({
+    json_lines.append(self.options.out, {
       'bench': 'race', **self.head, **self._who(name), **clocked, **dataclasses.asdict(trial), 'steps': steps, **found,
     })  # fmt: skip
     norms = [row[3] for row in found['train']]
@@ -242,17 +242,12 @@ class Race:
   def _who(self, name: str) -> dict[str, Any]:
     return {'contender': name, 'title': CONTENDERS[name].label, 'dense_phase': CONTENDERS[name].dense_phase}
 
-  def _write(self, record: Mapping[str, Any]) -> None:
-    with self.options.out.open('a') as file:
-      file.write(json.dumps(record) + '\n')
-
   def _resume(self) -> None:
     if not self.options.out.exists():
       self.options.out.parent.mkdir(parents=True, exist_ok=True)
       return
     others = 0
-    for line in self.options.out.read_text().splitlines():
-      record = json.loads(line)
+    for record in json_lines.read(self.options.out):
       if record['bench'] != 'race':
         continue
       today = CONTENDERS.get(record['contender'])

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import build, method_table, methods, records, train
+from experiments.runs import build, json_lines, method_table, methods, records, train
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
@@ -58,7 +58,7 @@ def read_records(results: Path, text: str) -> list[dict[str, Any]]:
   Raises:
     ValueError: some are of another text, or do not say of which: a table would compare their losses.
   """
-  found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+  found = json_lines.read(results) if results.exists() else []
   for others, fault in (
     ([r for r in found if 'text' not in r], 'lack text, which says what was read'),
     ([r for r in found if r.get('text') != text], f'are of another text than {text}'),
@@ -173,8 +173,7 @@ class Comparison:
       ),
       'equal_steps': self.steps,  # of the comparison, of which a method may have a share
     }  # fmt: skip
-    with self.results.open('a') as file:
-      file.write(json.dumps(record) + '\n')
+    json_lines.append(self.results, record)
     self.records.append(record)
 
   def _is_ours(self, record: Mapping[str, Any]) -> bool:
