@@ -37,7 +37,7 @@ def matmuls() -> str:
     if not any(over) or (samples := tuple(r['samples_ms'])) in seen:
       continue
     seen.add(samples)
-    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    sizes = speed.sizes(r, 'tokens', 'd_in', 'd_out')
     in_loops = [r['tflops'] * r['median_ms'] / r['sustained_ms'] for r in many if r.get('sustained_ms')]
     tflops = [f'{statistics.median(found):,.0f}' if found else '' for found in ([r['tflops'] for r in many], in_loops)]
     rows.append([
@@ -71,7 +71,7 @@ def vnm_matmuls() -> str:
   rows = []
   for many in speed.by_process(provenance.read('vnm_matmul.jsonl')):
     r = many[0]
-    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    sizes = speed.sizes(r, 'tokens', 'd_in', 'd_out')
     ms = statistics.median(r['median_ms'] for r in many)
     rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{ms:.3f}', *_over_dense(many, 'dense'), len(many)])
   return tables.markdown(('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE, 'processes'), rows)
@@ -154,7 +154,7 @@ def meshes() -> str:
     r = many[0]
     shape, whole = r['shape'], r['sharding'] == 'whole'
     if r['op'] == 'ffn':
-      what = f'{r["activation"]} block, ' + ' x '.join(str(shape[size]) for size in ('tokens', 'd', 'hidden'))
+      what = f'{r["activation"]} block, {speed.sizes(r, "tokens", "d", "hidden")}'
     else:
       what = f'step of {r["model"]}, {shape["batch"]} x {shape["length"]}'
     twins = [r['baselines']['dense'] for r in many]

@@ -91,6 +91,11 @@ def pattern(record: Record) -> str:
   return record['pattern'] + ('' if share == DENSE_SHARE else f' with {share:.0%} dense neurons')
 
 
+def sizes(record: Record, *names: str) -> str:
+  """The named sizes of a record's shape, as tables have them."""
+  return ' x '.join(str(record['shape'][name]) for name in names)
+
+
 def ratios(record: Record) -> dict[str, float]:
   """Baseline -> how many times longer it takes."""
   return {name: row['median_ms'] / record['median_ms'] for name, row in record.get('baselines', {}).items()}
@@ -149,7 +154,7 @@ def markdown(records: Sequence[Record]) -> str:
 
 
 def _row(many: Sequence[Record], where: str) -> list[Any]:
-  record, shape = many[0], many[0]['shape']
+  record = many[0]
 
   def ms(twin: str) -> str:
     twins = [r['baselines'][twin]['median_ms'] for r in many if twin in r['baselines']]
@@ -157,7 +162,7 @@ def _row(many: Sequence[Record], where: str) -> list[Any]:
 
   times, over_fp8 = (spread(lower(r).get(twin) for r in many) for twin in ('dense', 'dense_fp8'))
   median, _, rest = times.partition(' ')
-  what = f'{record["activation"]}, {" x ".join(str(shape[size]) for size in ("tokens", "d", "hidden"))}{where}'
+  what = f'{record["activation"]}, {sizes(record, "tokens", "d", "hidden")}{where}'
   return [
     what, _method(record), f'{statistics.median(r["median_ms"] for r in many):.2f}',
     ms('dense'), f'**{median}** {rest}'.strip(), ms('dense_fp8'), over_fp8, len(many),

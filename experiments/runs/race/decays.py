@@ -6,19 +6,17 @@ a line, with its flip rates; the same command given again goes on after those th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import inspect
 import math
 from pathlib import Path
 import statistics
 from typing import Any, NamedTuple
 
-from experiments.runs import json_lines, records
+from experiments.runs import json_lines, records, tune_decay
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
 from experiments.runs.race import tuned
 from experiments.runs.race.search import Trial
-import sparse24_jax as s24
 
 # Factors of about three, from those of the released scripts (300,000 steps) to what runs of a few hundred steps want.
 CANDIDATES = (0.0, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
@@ -85,9 +83,7 @@ def search(
     ValueError: no candidates or seeds, a recipe without masked decay, or what `shorten` and `tuned.read_records`
       refuse.
   """
-  make = getattr(s24.recipes, config.recipe.name, None)
-  if make is None or 'masked_decay' not in inspect.signature(make).parameters:
-    raise ValueError(f'recipe {config.recipe.name!r} takes no masked_decay; set recipe.name=transposable_srste')
+  tune_decay.require_decay(config)
   candidates = sorted(set(candidates))
   if not candidates or not seeds or not all(math.isfinite(decay) and decay >= 0 for decay in candidates):
     raise ValueError(f'candidates={candidates}, seeds={list(seeds)}: give factors of zero or more, and a seed')
