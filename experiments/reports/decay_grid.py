@@ -1,11 +1,11 @@
 """What a search of the masked decay costs, by short runs or flip rates: its choice against the best of whole runs."""
 
 from collections.abc import Collection, Mapping, Sequence
-import math
 import statistics
 from typing import Any
 
 from experiments.reports import tables
+from experiments.runs.race.search import mean_losses
 from sparse24_jax.tuning import FEASIBLE_BAND
 
 
@@ -126,11 +126,7 @@ def _flips(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[f
 
 
 def _losses(records: Collection[Mapping[str, Any]]) -> dict[float, float]:
-  """Decay -> mean loss over the seeds; infinite where one diverged."""
-  each: dict[float, list[float]] = {}
-  for r in records:
-    each.setdefault(r['decay'], []).append(math.inf if r['loss'] is None else r['loss'])
-  return {decay: statistics.fmean(losses) for decay, losses in each.items()}
+  return mean_losses(records, lambda record: record['decay'])
 
 
 def _best(losses: Mapping[float, float]) -> float:

@@ -13,6 +13,7 @@ from experiments.reports import reached, tables
 from experiments.reports.claims import half_width
 from experiments.runs import json_lines
 from experiments.runs.race.contenders import CONTENDERS
+from experiments.runs.race.search import mean_losses, or_inf
 
 # Ends the name of a contender whose dense end has become FP8 since.
 IN_16_BITS = '_with_16_bit_dense_end'
@@ -94,7 +95,7 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
       settings = f'{r["rate"]:g}' + (f', decay {r["decay"]:g}' if r['decay'] else '')
       losses.setdefault(settings, []).append(r['loss'])
     said = '; '.join(f'{settings}: ' + ', '.join(map(_loss, each)) for settings, each in losses.items())
-    best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
+    best = min(sum(map(or_inf, each)) / len(each) for each in losses.values())
     faster = speed = ''
     timed = [r for r in own if not r.get('disturbed')]
     if ms := [r['step_ms'] for r in timed]:
@@ -156,11 +157,8 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
     named = own[0].get('searched_with')
     # The first of seeds with equally many trials.
     search = named or [seed for seed, _ in Counter(r['seed'] for r in _whole(own)).most_common(1)]
-    trials: dict[tuple[float, float], list[float]] = {}
-    for r in _whole(own):
-      if r['seed'] in search:
-        trials.setdefault((r['rate'], r['decay']), []).append(_worst(r['loss']))
-    rate, decay = best = min(trials, key=lambda setting: statistics.fmean(trials[setting]))
+    trials = mean_losses((r for r in _whole(own) if r['seed'] in search), lambda r: (r['rate'], r['decay']))
+    rate, decay = best = min(trials, key=lambda setting: trials[setting])
     alike = [r for r in own if (r['rate'], r['decay']) == best]
     others = [r for r in alike if not named or r['seed'] not in named]
     same = others or alike
@@ -171,9 +169,9 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
       own[0]['title'], rate, decay, len(trials),
       any(value in (min(axis), max(axis)) for value, axis in zip(best, axes, strict=False)),
       not others,
-      {r['seed']: _worst(r['loss']) for r in _whole(same)},
-      {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
-      [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
+      {r['seed']: or_inf(r['loss']) for r in _whole(same)},
+      {r['seed']: [(seconds, or_inf(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
+      [(r['share'] * r['seconds'], or_inf(r['loss'])) for r in same if r['share'] < 1],
       {r['seed']: r['wall_s'] / seconds for r in _whole(same) if 'wall_s' in r and (seconds := r['validation'][-1][1])},
     )  # fmt: skip
   return dict(sorted(found.items(), key=lambda item: item[1].mean))
@@ -240,10 +238,6 @@ def percent_above(own: Seeds, other: Seeds) -> list[float]:
 
 def _whole(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
   return [r for r in records if 'loss' in r and r['share'] == 1.0]
-
-
-def _worst(loss: float | None) -> float:
-  return math.inf if loss is None else loss
 
 
 def _loss(loss: float | None) -> str:

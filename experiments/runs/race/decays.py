@@ -8,7 +8,6 @@ a line, with its flip rates; the same command given again goes on after those th
 from collections.abc import Iterable, Mapping, Sequence
 import math
 from pathlib import Path
-import statistics
 from typing import Any, NamedTuple
 
 from experiments.runs import json_lines, records, tune_decay
@@ -16,7 +15,7 @@ from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
 from experiments.runs.race import tuned
-from experiments.runs.race.search import Trial
+from experiments.runs.race.search import mean_losses, Trial
 
 # Factors of about three, from those of the released scripts (300,000 steps) to what runs of a few hundred steps want.
 CANDIDATES = (0.0, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
@@ -117,10 +116,7 @@ def choose(found: Sequence[Mapping[str, Any]]) -> Choice:
   >>> choose([{'decay': d, 'loss': loss} for d, loss in ((0.0, 1.2), (2e-3, 1.0), (6e-3, 1.002), (2e-2, None))])
   Choice(decay=0.002, reason='the lowest loss, 1.0000; as good within 0.5%: 0.006', losses={...})
   """
-  each: dict[float, list[float]] = {}
-  for record in found:
-    each.setdefault(record['decay'], []).append(math.inf if record['loss'] is None else record['loss'])
-  losses = {decay: statistics.fmean(own) for decay, own in each.items()}
+  losses = mean_losses(found, lambda record: record['decay'])
   best = min(losses, key=lambda decay: losses[decay])
   if math.isinf(losses[best]):
     return Choice(best, 'all diverged: lower optimizer.peak_lr', losses)

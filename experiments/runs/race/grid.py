@@ -9,7 +9,6 @@ side, see `population`. Records are written as a population ends; the same comma
 from collections.abc import Mapping, Sequence
 import math
 from pathlib import Path
-import statistics
 import time
 from typing import Any
 
@@ -20,7 +19,7 @@ from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.race import decays, tuned
 from experiments.runs.race.population import Outcome, Population
-from experiments.runs.race.search import Trial
+from experiments.runs.race.search import mean_losses, Trial
 
 
 def settings(
@@ -167,11 +166,7 @@ class Grid:
 
 def choose(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
   """Rate and decay of the lowest mean loss; a setting of which a run diverged comes last."""
-  losses: dict[tuple[float, float], list[float]] = {}
-  for record in records:
-    losses.setdefault((record['rate'], record['decay']), []).append(
-      math.inf if record['loss'] is None else record['loss']
-    )
-  return min(losses, key=lambda setting: (statistics.fmean(losses[setting]), setting))
+  losses = mean_losses(records, lambda record: (record['rate'], record['decay']))
+  return min(losses, key=lambda setting: (losses[setting], setting))
 
 

@@ -15,7 +15,6 @@ start a process on each, with CUDA_VISIBLE_DEVICES, contenders and a FILE of its
 import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
-import math
 import os
 from pathlib import Path
 import queue
@@ -43,7 +42,7 @@ from experiments.runs.race.contenders import (
   STYLES,
 )
 from experiments.runs.race.programs import Programs
-from experiments.runs.race.search import Budget, next_trial, Trial
+from experiments.runs.race.search import Budget, next_trial, or_inf, Trial
 
 
 class Race:
@@ -228,7 +227,7 @@ class Race:
       self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms,
       evaluations=self.options.evaluations,
     )
-    self.done[name][trial] = math.inf if found['loss'] is None else found['loss']
+    self.done[name][trial] = or_inf(found['loss'])
     clocked = {key: self.clocked[name][key] for key in ('parameters', 'shape', 'step_ms')}
     json_lines.append(self.options.out, {
       'bench': 'race', **self.head, **self._who(name), **clocked, **dataclasses.asdict(trial), 'steps': steps, **found,
@@ -255,7 +254,7 @@ class Race:
         others += 1
       elif record['contender'] in self.done:
         trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
-        self.done[record['contender']][trial] = record['loss'] if record['loss'] is not None else math.inf
+        self.done[record['contender']][trial] = or_inf(record['loss'])
     if others:
       what = ', '.join([*self.same, 'dense_phase'])
       self._say(f'{self.options.out}: {others} trials of other races (another of {what}) do not count')

@@ -10,7 +10,6 @@ Cost of nano with five methods, six trials and five seeds: 50 runs of one to two
 
 from collections.abc import Mapping, Sequence
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from experiments.runs import build, json_lines, method_table, methods, records, 
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
-from experiments.runs.race.search import Budget, next_trial, Trial
+from experiments.runs.race.search import Budget, next_trial, or_inf, Trial
 
 
 def first_trial(config: Config, seed: int) -> Trial:
@@ -154,7 +153,7 @@ class Comparison:
     return self.folder / configure(self.configs[name], trial).name
 
   def _done(self, name: str) -> dict[Trial, float]:
-    return {_trial(r): math.inf if r['loss'] is None else r['loss'] for r in self.records if r['contender'] == name}
+    return {_trial(r): or_inf(r['loss']) for r in self.records if r['contender'] == name}
 
   def _next(self, name: str) -> Trial | None:
     return next_trial(self._done(name), self.firsts[name], self.budget)
