@@ -18,7 +18,7 @@ import jax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, unembed
+from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, sized, unembed
 
 LAYER_NORM_EPSILON = 1e-5
 _ROPE_THETA = 10_000.0
@@ -130,9 +130,7 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> GPT2Config:
   >>> make_config('124m', vocab_size=50304).hidden_dim
   3072
   """
-  if size not in SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
-  return GPT2Config(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
+  return sized(GPT2Config, SIZES, size, vocab_size=vocab_size, **overrides)
 
 
 def layer_norm(config: GPT2Config, name: str) -> nn.LayerNorm:
