@@ -96,28 +96,25 @@ def _cloze(args: argparse.Namespace) -> None:
 
 def _inspect(args: argparse.Namespace) -> None:
   from rich.console import Console
-  from rich.table import Table
 
-  from experiments.runs import inspection
+  from experiments.runs import inspection, terminal
 
   loaded = inspection.load(args.run, step=args.step)
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('weight', 'shape', 'density', 'flip rate', '2:4'):
-    table.add_column(head, justify='right' if head in ('density', 'flip rate') else 'left')
-  for row in inspection.weight_table(loaded):
-    shape = ' x '.join(map(str, row.shape))
-    table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
+  rows = [
+    (w.path, ' x '.join(map(str, w.shape)), f'{w.density:.4f}', f'{w.flip_rate:.2e}', 'yes' if w.is_24 else 'no')
+    for w in inspection.weight_table(loaded)
+  ]
+  table = terminal.table(('weight', 'shape', 'density', 'flip rate', '2:4'), rows, right=('density', 'flip rate'))
   console = Console(highlight=False)
   what = f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}'
   console.print(what, soft_wrap=True)  # a long path is no reason to break the line
-  console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
+  console.print(table if rows else 'The recipe makes no weight sparse and watches none.')
 
 
 def _flops(args: argparse.Namespace) -> None:
   from rich.console import Console
-  from rich.table import Table
 
-  from experiments.runs import experiment, flops, recipes
+  from experiments.runs import experiment, flops, recipes, terminal
   import sparse24_jax as s24
 
   # What --set changes is changed of the named recipe.
@@ -133,17 +130,14 @@ def _flops(args: argparse.Namespace) -> None:
   if vocab is None:
     raise ValueError(f'the vocabulary of tokenizer {config.data.tokenizer!r} is not known here: give --vocab')
   counts = [flops.of_experiment(config, r, vocab_size=vocab) for r in (recipe, s24.recipes.dense())]
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('part', 'dense', recipe.name, 'times fewer'):
-    table.add_column(head, justify='left' if head == 'part' else 'right')
-  for part, dense, ours, ratio in flops.table(*counts):
-    table.add_row(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}')
+  figures = ('dense', recipe.name, 'times fewer')
+  rows = [(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}') for part, dense, ours, ratio in flops.table(*counts)]
   console = Console(highlight=False)
   console.print(
     f'{config.name}: {config.steps:,} steps of {config.data.batch_size} x {config.data.seq_len} tokens; forward and '
     'backward, causal attention; multiply and add are two operations'
   )
-  console.print(table)
+  console.print(terminal.table(('part', *figures), rows, right=figures))
 
 
 def _tune(args: argparse.Namespace) -> None:
