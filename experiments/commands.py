@@ -70,8 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _cloze(args: argparse.Namespace) -> None:
-  from experiments.runs import inspection, json_lines, language, records
-  from experiments.runs.environment import environment, without_folders
+  from experiments.runs import environment, inspection, json_lines, language, records
 
   for run in args.runs:
     loaded = inspection.load(run, step=args.step)
@@ -90,7 +89,7 @@ def _cloze(args: argparse.Namespace) -> None:
       known = {'bench': 'cloze', 'method': of.method, 'label': of.label, 'seed': of.seed, 'steps': step}
       if (loss := of.validation_loss_at(step)) is not None:  # of the checkpoint that was asked, or of none
         known['validation_loss'] = loss
-      known |= {'measures': values, **without_folders(environment())}
+      known |= {'measures': values, **environment.head()}
       json_lines.append(Path(args.results), known)
 
 

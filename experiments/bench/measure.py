@@ -18,10 +18,16 @@ def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
   return _device.environment() | {'command': f'python -m {module} {shlex.join(given)}'.rstrip()}
 
 
-def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
-  """The options that every step benchmark has."""
+def plain_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+  """What every program that writes records takes."""
   result = argparse.ArgumentParser(prog=f'python -m {module}', description=(doc or '').partition('\n')[0])
   result.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  return result
+
+
+def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
+  """The options that every step benchmark has."""
+  result = plain_parser(module, doc)
   _bench.arguments(result, choices, default)
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
   return result

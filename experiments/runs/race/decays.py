@@ -10,8 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.runs import json_lines, records, tune_decay
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import environment, json_lines, records, tune_decay
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
 from experiments.runs.race import tuned
@@ -86,7 +85,7 @@ def search(
   candidates = sorted(set(candidates))
   if not candidates or not seeds or not all(math.isfinite(decay) and decay >= 0 for decay in candidates):
     raise ValueError(f'candidates={candidates}, seeds={list(seeds)}: give factors of zero or more, and a seed')
-  base, head = shorten(config, share), without_folders(environment())
+  base, head = shorten(config, share), environment.head()
   results.parent.mkdir(parents=True, exist_ok=True)
   own = {'bench': 'decay', 'experiment': config.name, 'text': tuned.text_of(base, data)}
   found = tuned.read_records(results, own['text'])

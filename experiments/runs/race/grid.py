@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import json_lines, method_table, methods
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import environment, json_lines, method_table, methods
 from experiments.runs.experiment import Config
 from experiments.runs.race import decays, tuned
 from experiments.runs.race.population import Outcome, Population
@@ -102,7 +101,7 @@ class Grid:
     self.settings = {name: settings(config, rates, factors) for name, config in configs.items()}
     self.configs = {name: decays.shorten(config, share) if share < 1 else config for name, config in configs.items()}
     self.search, self.seeds = tuple(search), tuple(seeds)
-    self.head = without_folders(environment())
+    self.head = environment.head()
     self.text = tuned.text_of(next(iter(self.configs.values())), data)
     self.records = tuned.read_records(results, self.text)
 

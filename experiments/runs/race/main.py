@@ -25,9 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.runs import json_lines
+from experiments.runs import environment, json_lines
 from experiments.runs.data import packing
-from experiments.runs.environment import environment, without_folders
 from experiments.runs.models import gpt2
 from experiments.runs.models.layers import param_count
 from experiments.runs.race import trials
@@ -55,7 +54,7 @@ class Race:
   def __init__(self, options: argparse.Namespace):
     self.options = options
     self.end = time.monotonic() + 60 * options.minutes
-    self.head = without_folders(environment())
+    self.head = environment.head()
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
     highest = int(max(train.max(initial=0), validation.max(initial=0)))

@@ -13,8 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import build, json_lines, method_table, methods, records, train
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import build, environment, json_lines, method_table, methods, records, train
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
 from experiments.runs.race.search import Budget, next_trial, or_inf, Trial
@@ -133,7 +132,7 @@ class Comparison:
     self.configs = {name: methods.configure(base, name, seeds[0]) for name in method_table.expand(names)}
     self.firsts = {name: first_trial(config, seeds[0]) for name, config in self.configs.items()}
     self.budget = Budget(trials, tuple((seed, 1.0) for seed in seeds[1:]))
-    self.head = without_folders(environment())
+    self.head = environment.head()
     # The last programs of each method: trials that differ in seeds share them.
     self.programs: dict[str, tuple[tuple[float, float], list[Programs]]] = {}
     self.text = text_of(next(iter(self.configs.values())), data)
