@@ -66,7 +66,7 @@ def _of_newest_commit(records: Sequence[Record]) -> list[Record]:
   return [r for r in records if r.get('commit') == newest.get('commit')]
 
 
-def spread(values: Iterable[float | None], digits: int = 2) -> str:
+def spread(values: Iterable[float | None]) -> str:
   """The median of what several processes found, with its range where they differ; empty if it was not measured.
 
   >>> spread([1.5, 1.52, 1.49]), spread([1.5, None]), spread([None])
@@ -75,7 +75,7 @@ def spread(values: Iterable[float | None], digits: int = 2) -> str:
   found = sorted(value for value in values if value)
   if not found:
     return ''
-  text, *ends = (f'{value:,.{digits}f}' for value in (statistics.median(found), found[0], found[-1]))
+  text, *ends = (f'{value:,.2f}' for value in (statistics.median(found), found[0], found[-1]))
   return text if ends[0] == ends[1] else f'{text} ({ends[0]} to {ends[1]})'
 
 

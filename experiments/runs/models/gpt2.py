@@ -228,13 +228,13 @@ def embedding(config: GPT2Config, rows: int, name: str, *, std: float = INIT_STD
   return nn.Embed(rows, config.embed_dim, dtype=dtype, param_dtype=dtype, embedding_init=init, name=name)
 
 
-def enter_stream(config: GPT2Config, deterministic: bool, x_BxTxD: jax.Array, name: str = 'wpe') -> jax.Array:
+def enter_stream(config: GPT2Config, deterministic: bool, x_BxTxD: jax.Array) -> jax.Array:
   """The residual stream: embedded positions are added, if they are learnt, and dropout and dtype are the model's."""
   length = x_BxTxD.shape[1]
   if length > config.seq_len:
     raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {config.seq_len}')
   if config.positions == 'learnt':
-    x_BxTxD += embedding(config, config.seq_len, name)(jnp.arange(length))[None]
+    x_BxTxD += embedding(config, config.seq_len, 'wpe')(jnp.arange(length))[None]
   if config.scale_embeddings:
     x_BxTxD = math.sqrt(config.embed_dim) * x_BxTxD
   x_BxTxD = x_BxTxD.astype(config.residual_dtype or config.dtype)

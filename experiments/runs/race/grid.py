@@ -21,16 +21,13 @@ from experiments.runs.race.population import Outcome, Population
 from experiments.runs.race.search import mean_losses, Trial
 
 
-def settings(
-  config: Config, rates: Sequence[float], factors: Sequence[float], trials: int = 0
-) -> list[tuple[float, float]]:
+def settings(config: Config, rates: Sequence[float], factors: Sequence[float]) -> list[tuple[float, float]]:
   """(rate, decay) of the trials of a method.
 
   Args:
     config: of the method.
     rates: of the grid; a method without a decay has as many trials, evenly spread in logarithms between the ends.
     factors: of the decay that the method has.
-    trials: of such a method; 0 is as many as the others have.
 
   >>> from experiments.runs import experiment, methods
   >>> [s24_fst, dense] = [methods.configure(experiment.load_config('nano'), name, 0) for name in ('fst', 'dense')]
@@ -42,7 +39,7 @@ def settings(
   decay = config.recipe.kwargs.get('masked_decay')
   if decay:
     return [(rate, float(f'{decay * factor:.4g}')) for rate in rates for factor in factors]
-  count = trials or len(rates) * len(factors)
+  count = len(rates) * len(factors)
   found = np.geomspace(min(rates), max(rates), count) if count > 1 else rates[:1]
   return [(float(f'{rate:.4g}'), 0.0) for rate in found]
 
