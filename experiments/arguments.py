@@ -82,14 +82,8 @@ def _methods_arguments(
   )
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """The command line, with the help of every command."""
-  about = 'Train, look at, tune and compare 2:4-sparse models. Without a command it runs the main job.'
-  more = 'python -m sparse24_jax has where-it-pays, for times of a layer on a GPU, and check, for a model of yours.'
-  parser = _Parser(prog='python -m experiments', description=about, epilog=more)
-  parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
-  commands = parser.add_subparsers(dest='command', metavar='COMMAND')
-
+def _runs(commands: Any) -> None:
+  """A run, or the three of the main job."""
   main_job = commands.add_parser(
     'main-job', help='dense, plain-STE and FST twins on embedded text, and a report (the default; 3-4 minutes)'
   )
@@ -124,6 +118,9 @@ def make_parser() -> argparse.ArgumentParser:
     '--heartbeat', type=int, default=100, help='seconds until a silent process is taken for lost (default: 100)'
   )
 
+
+def _checkpoints(commands: Any) -> None:
+  """What a trained model is asked."""
   evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
   inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
   for command in (evaluate, inspect):
@@ -150,6 +147,9 @@ def make_parser() -> argparse.ArgumentParser:
   cloze.add_argument('--questions', type=int, default=200, help='made of held-out text (default: %(default)s)')
   cloze.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
 
+
+def _before_runs(commands: Any) -> None:
+  """What is known before a run: its FLOPs, and a decay by short runs."""
   flops = commands.add_parser('flops', help='training FLOPs of an experiment against dense, counted from its shapes')
   _experiment_arguments(flops, None, '--set recipe.kwargs.density=0.1')
   flops.add_argument(
@@ -176,6 +176,9 @@ def make_parser() -> argparse.ArgumentParser:
     '--steps', type=int, help='by flips: of a run (default: the warm-up, or ten mask refreshes)'
   )
 
+
+def _pages(commands: Any) -> None:
+  """What is made of runs and records."""
   report = commands.add_parser('report', help='write one HTML page about any set of runs')
   report.add_argument('runs', nargs='+', help='run folders, or folders that hold some')
   report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
@@ -192,6 +195,9 @@ def make_parser() -> argparse.ArgumentParser:
   goals = ('sooner', 'quality', 'sparse', 'squared_relu', 'flops')
   guide.add_argument('--goal', choices=goals, help='one question (default: all)')
 
+
+def _comparisons(commands: Any) -> None:
+  """Methods beside each other."""
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
@@ -225,6 +231,18 @@ def make_parser() -> argparse.ArgumentParser:
   sweep.add_argument('--folder', default='runs/sweep', help='for runs and logs (default: %(default)s)')
   _methods_arguments(sweep, 'equal-flops')
   sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """The command line, with the help of every command."""
+  about = 'Train, look at, tune and compare 2:4-sparse models. Without a command it runs the main job.'
+  more = 'python -m sparse24_jax has where-it-pays, for times of a layer on a GPU, and check, for a model of yours.'
+  parser = _Parser(prog='python -m experiments', description=about, epilog=more)
+  parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND')
+
+  for add in (_runs, _checkpoints, _before_runs, _pages, _comparisons):
+    add(commands)
   for name, (_, what) in PROGRAMS.items():
     commands.add_parser(name, add_help=False, help=f'{what}; see `{name} --help`')
   return parser

@@ -5,7 +5,6 @@ A command imports what it needs when it runs, so that none waits for the librari
 
 import argparse
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _cloze(args: argparse.Namespace) -> None:
-  from experiments.runs import inspection, language, records
-  from experiments.runs.environment import environment, without_folders
+  from experiments.runs import environment, inspection, json_lines, language, records
 
   for run in args.runs:
     loaded = inspection.load(run, step=args.step)
@@ -91,35 +89,31 @@ def _cloze(args: argparse.Namespace) -> None:
       known = {'bench': 'cloze', 'method': of.method, 'label': of.label, 'seed': of.seed, 'steps': step}
       if (loss := of.validation_loss_at(step)) is not None:  # of the checkpoint that was asked, or of none
         known['validation_loss'] = loss
-      known |= {'measures': values, **without_folders(environment())}
-      with Path(args.results).open('a') as file:
-        file.write(json.dumps(known) + '\n')
+      known |= {'measures': values, **environment.head()}
+      json_lines.append(Path(args.results), known)
 
 
 def _inspect(args: argparse.Namespace) -> None:
   from rich.console import Console
-  from rich.table import Table
 
-  from experiments.runs import inspection
+  from experiments.runs import inspection, terminal
 
   loaded = inspection.load(args.run, step=args.step)
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('weight', 'shape', 'density', 'flip rate', '2:4'):
-    table.add_column(head, justify='right' if head in ('density', 'flip rate') else 'left')
-  for row in inspection.weight_table(loaded):
-    shape = ' x '.join(map(str, row.shape))
-    table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
+  rows = [
+    (w.path, ' x '.join(map(str, w.shape)), f'{w.density:.4f}', f'{w.flip_rate:.2e}', 'yes' if w.is_24 else 'no')
+    for w in inspection.weight_table(loaded)
+  ]
+  table = terminal.table(('weight', 'shape', 'density', 'flip rate', '2:4'), rows, right=('density', 'flip rate'))
   console = Console(highlight=False)
   what = f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}'
   console.print(what, soft_wrap=True)  # a long path is no reason to break the line
-  console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
+  console.print(table if rows else 'The recipe makes no weight sparse and watches none.')
 
 
 def _flops(args: argparse.Namespace) -> None:
   from rich.console import Console
-  from rich.table import Table
 
-  from experiments.runs import experiment, flops, recipes
+  from experiments.runs import experiment, flops, recipes, terminal
   import sparse24_jax as s24
 
   # What --set changes is changed of the named recipe.
@@ -135,17 +129,14 @@ def _flops(args: argparse.Namespace) -> None:
   if vocab is None:
     raise ValueError(f'the vocabulary of tokenizer {config.data.tokenizer!r} is not known here: give --vocab')
   counts = [flops.of_experiment(config, r, vocab_size=vocab) for r in (recipe, s24.recipes.dense())]
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('part', 'dense', recipe.name, 'times fewer'):
-    table.add_column(head, justify='left' if head == 'part' else 'right')
-  for part, dense, ours, ratio in flops.table(*counts):
-    table.add_row(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}')
+  figures = ('dense', recipe.name, 'times fewer')
+  rows = [(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}') for part, dense, ours, ratio in flops.table(*counts)]
   console = Console(highlight=False)
   console.print(
     f'{config.name}: {config.steps:,} steps of {config.data.batch_size} x {config.data.seq_len} tokens; forward and '
     'backward, causal attention; multiply and add are two operations'
   )
-  console.print(table)
+  console.print(terminal.table(('part', *figures), rows, right=figures))
 
 
 def _tune(args: argparse.Namespace) -> None:

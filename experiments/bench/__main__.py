@@ -23,7 +23,9 @@ import time
 from typing import Any
 
 from experiments.bench import ffn, step_cases
-from experiments.reports.speed import identity, RESULTS
+from experiments.reports.provenance import RESULTS
+from experiments.reports.speed import identity
+from experiments.runs import json_lines
 
 _FINISHED = 'finished.json'
 
@@ -142,7 +144,7 @@ def run(chosen: Iterable[str], folder: Path, seconds: float) -> int:
     last = ([''] + log.read_text(errors='replace').splitlines())[-1]
     print(f'{name}: {outcome}, {time.monotonic() - start:.0f} s. {last}'.rstrip(), flush=True)
     if measurement.processes > 1 and records.exists():
-      _write(records, [record | {'process': process} for record in _read(records)])
+      json_lines.write(records, [record | {'process': process} for record in json_lines.read(records)])
     if outcome == 'finished':
       finished[name] = measurement.command
       (folder / 'finished.new').write_text(json.dumps(finished, indent=2) + '\n')
@@ -211,9 +213,9 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
   Returns:
     Name of each changed file -> records that it got.
   """
-  files = {path: _read(path) for path in sorted(results.glob('*.jsonl'))}
+  files = {path: json_lines.read(path) for path in sorted(results.glob('*.jsonl'))}
   changed = Counter[str]()
-  for record in itertools.chain.from_iterable(map(_read, paths)):
+  for record in itertools.chain.from_iterable(map(json_lines.read, paths)):
     alike = [(path, i) for path, old in files.items() for i, other in enumerate(old) if _same(record, other)]
     processes = {place: files[place[0]][place[1]].get('process') for place in alike}
     equal = [place for place in alike if processes[place] == record.get('process')]
@@ -232,7 +234,7 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
       files.setdefault(path, []).append(record)
     changed[path.name] += 1
   for path in (path for path in files if path.name in changed):
-    _write(path, files[path])
+    json_lines.write(path, files[path])
   return changed
 
 
@@ -242,14 +244,6 @@ def _home(record: Mapping[str, Any], files: Mapping[Path, Sequence[Mapping[str, 
       if any(all(other.get(key) == record.get(key) for key in keys) for other in old):
         return path
   return None
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-  return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -201,8 +201,7 @@ def say(case: str, rows: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Measures the selected models; returns the number of programs that failed to compile."""
-  parser = argparse.ArgumentParser(prog=f'python -m {MODULE}', description=(__doc__ or '').partition('\n')[0])
-  parser.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  parser = measure.plain_parser(MODULE, __doc__)
   parser.add_argument('--select', nargs='+', default=['gpt2-124m'], choices=tuple(CASES), metavar='CASE')
   parser.add_argument('--methods', nargs='+', choices=tuple(METHODS), metavar='METHOD', help="(default: the case's)")
   parser.add_argument('--layouts', nargs='+', metavar='LAYOUT', help="(default: the case's)")

@@ -80,8 +80,7 @@ def _in_a_process(name: str, layout: str, options: Any, kernels: str, programs: 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Measures the selected contenders; returns the number that failed."""
-  parser = argparse.ArgumentParser(prog=f'python -m {MODULE}', description=(__doc__ or '').partition('\n')[0])
-  parser.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  parser = measure.plain_parser(MODULE, __doc__)
   parser.add_argument('--select', nargs='+', default=CASES, choices=tuple(CONTENDERS), metavar='CONTENDER')
   parser.add_argument('--layouts', nargs='+', default=LAYOUTS, choices=LAYOUTS)
   parser.add_argument('--size', default='124m', help=f'of GPT-2, or one of {", ".join(SIZES)} (default: %(default)s)')

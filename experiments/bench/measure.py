@@ -1,4 +1,4 @@
-"""What the step benchmarks share beside `pallas_kernels._bench`: policies, command lines."""
+"""What the step benchmarks share beside `pallas_kernels._bench`: heads of records, command lines."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,18 +10,6 @@ from typing import Any
 import jax
 
 from pallas_kernels import _bench, _device
-import sparse24_jax as s24
-
-ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
-
-
-def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.ActivationPolicy:
-  """V:2:M features by a setting: the published one or one that loses less (`docs/quality_runs.md`)."""
-  pattern = s24.VNM(v, m)
-  tokens, share = {
-    '': (pattern, 0.05), 'dense_neurons': (pattern, 0.2), 'two_of_four_tokens': (s24.TwoOfFour(), 0.0)
-  }[setting]  # fmt: skip
-  return s24.ActivationPolicy(pattern, tokens, share, **fields)
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
@@ -30,10 +18,16 @@ def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
   return _device.environment() | {'command': f'python -m {module} {shlex.join(given)}'.rstrip()}
 
 
-def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
-  """The options that every step benchmark has."""
+def plain_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+  """What every program that writes records takes."""
   result = argparse.ArgumentParser(prog=f'python -m {module}', description=(doc or '').partition('\n')[0])
   result.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  return result
+
+
+def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
+  """The options that every step benchmark has."""
+  result = plain_parser(module, doc)
   _bench.arguments(result, choices, default)
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
   return result

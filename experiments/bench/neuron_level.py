@@ -17,6 +17,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from experiments.bench import measure, trace
+from experiments.runs import recipes
 from pallas_kernels import _bench
 from pallas_kernels.vnm.arg_specs import PATTERNS
 import sparse24_jax as s24
@@ -25,11 +26,15 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 MODULE = 'experiments.bench.neuron_level'
 BLOCK = (16384, 4096, 16384)
 _SEED = 5
+# What a case changes in the published activations.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+  '': {}, 'dense_neurons': recipes.MORE_DENSE, 'two_of_four_tokens': recipes.TWO_OF_FOUR
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A block of `BLOCK` tokens, width and neurons with V:2:M features; `setting` is one of `measure.ACTIVATIONS`."""
+  """A block of `BLOCK` tokens, width and neurons with V:2:M features; `setting` is a key of `_SETTINGS`."""
 
   v: int
   m: int
@@ -41,9 +46,18 @@ class Case:
     parts = ('ffn', f'{self.v}x2x{self.m}', self.setting, 'x'.join(map(str, BLOCK)))
     return '-'.join(filter(None, parts))
 
+  @property
+  def pattern(self) -> str:
+    return f'{self.v}:2:{self.m}'
+
+  def policy(self, implementation: Any) -> s24.ActivationPolicy:
+    """Its activations, with a back end."""
+    changes = {**_SETTINGS[self.setting], 'implementation': implementation}
+    return recipes.policy_of(recipes.as_published(self.pattern, **changes))
+
 
 CASES = {
-  case.name: case for v, m in PATTERNS for setting in measure.ACTIVATIONS for case in (Case(v, m, setting),)
+  case.name: case for v, m in PATTERNS for setting in _SETTINGS for case in (Case(v, m, setting),)
 }  # fmt: skip
 GROUPS = {'block': [name for name, case in CASES.items() if not case.setting]}
 
@@ -54,8 +68,7 @@ def block(
   """Measures the block, forward and backward; `done` gets its compiled functions and its record."""
   tokens, d, hidden = (case.v, 64, 2 * case.v) if options.tiny else BLOCK
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
-  implementation = None if options.tiny else 'sparse'
-  policy = measure.activation_policy(case.v, case.m, case.setting, implementation=implementation)
+  policy = case.policy(None if options.tiny else 'sparse')
 
   def make(key: Array) -> tuple[Any, ...]:
     sizes = ((tokens, d), (d, hidden), (hidden, d), (tokens, d))
@@ -92,7 +105,7 @@ def block(
     record = dict(
       **head, bench='ffn', op='neuron_level_ffn', recipe='neuron_level', dtype='bfloat16', headline=not options.tiny,
       role='forward_and_vjp', activation='squared_relu',
-      pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
+      pattern=case.pattern, shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
       implementation=policy.implementation or 'reference', dense_features=policy.dense_features,
       token_pattern=None if policy.tokens == policy.features else str(policy.tokens), **rows['sparse'],
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': _bench.memory(programs[best])}),

@@ -12,12 +12,12 @@ import argparse
 from collections.abc import Callable, Sequence
 import datetime
 import itertools
-import json
 from pathlib import Path
 import statistics
 import time
 from typing import Any
 
+from experiments.runs import json_lines
 from pallas_kernels import _device
 
 MODULE = 'experiments.bench.pytorch_ffn'
@@ -195,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         continue
       record |= {'commit': _device.commit(), 'command': f'python -m {MODULE} --out {options.out.name}'}
       options.out.parent.mkdir(parents=True, exist_ok=True)
-      with options.out.open('a') as file:
-        file.write(json.dumps(record) + '\n')
+      json_lines.append(options.out, record)
       rows = {record['recipe']: record['median_ms']} | {k: r['median_ms'] for k, r in record['baselines'].items()}
       print(f'{shape} gated={gated}: {rows} ms; {time.perf_counter() - start:.0f} s', flush=True)
   return failed

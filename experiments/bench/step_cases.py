@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from experiments.runs.race.contenders import Contender, CONTENDERS
-from experiments.runs.recipes import FFN, LINEAR
+from experiments.runs.recipes import as_published, FFN, LINEAR, MORE_DENSE, TWO_OF_FOUR
 
 _CUBLAS = '--xla_gpu_enable_triton_gemm=false'
 # Flags of XLA by name: cuBLAS for all dense matmuls, with it what else may help a step, and all tilings of XLA's own.
@@ -20,10 +20,10 @@ _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 _EXACT_DOWN = ('fst_exact_down', 'fst_fp8_all_exact_down', 's_ste_fp8_all_e4m3_exact_down')
 
 
-def _neuron_level(label: str, features: str, tokens: str, dense_features: float) -> Contender:
+def _neuron_level(features: str, what: str = '', **policy: Any) -> Contender:
   return Contender(
-    label=f'neuron level, {label}', recipe='neuron_level', model={'ffn_order': 'position'},
-    kwargs={'policy': {'features': features, 'tokens': tokens, 'dense_features': dense_features}},
+    label=', '.join(filter(None, ['neuron level', features, what])), recipe='neuron_level',
+    model={'ffn_order': 'position'}, kwargs={'policy': as_published(features, **policy)},
   )  # fmt: skip
 
 
@@ -40,11 +40,11 @@ METHODS: Mapping[str, Contender] = {
     label='MST within 2:4, all linear layers', recipe='mixed_sparsity', kwargs={'path': LINEAR, 'structure': '2:4'}
   ),
   **{
-    f'neuron_level_{v}': _neuron_level(f'{v}:2:8, two of four tokens', f'{v}:2:8', '2:4', 0.0) for v in (64, 128)
+    f'neuron_level_{v}': _neuron_level(f'{v}:2:8', 'two of four tokens', **TWO_OF_FOUR) for v in (64, 128)
   },
   # As published: the pattern along tokens, too, and 5% dense neurons; then with more of these.
-  **{f'neuron_level_128x2x{m}': _neuron_level(f'128:2:{m}', f'128:2:{m}', f'128:2:{m}', 0.05) for m in (8, 16)},
-  'neuron_level_128x2x8_dense_neurons': _neuron_level('128:2:8, 20% dense neurons', '128:2:8', '128:2:8', 0.2),
+  **{f'neuron_level_128x2x{m}': _neuron_level(f'128:2:{m}') for m in (8, 16)},
+  'neuron_level_128x2x8_dense_neurons': _neuron_level('128:2:8', '20% dense neurons', **MORE_DENSE),
 }  # fmt: skip
 
 

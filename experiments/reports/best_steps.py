@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.reports import provenance
+from experiments.reports import provenance, tables
+from experiments.runs import json_lines
 
 FILE = 'best_steps.jsonl'
 _PROCESSES = 3  # that settle a time
@@ -47,7 +47,7 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
   Records of before 29 November 2026 do not say which GPU it was.
   """
   sessions: dict[tuple[str, str, Any], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
-  records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
+  records = [record for record in json_lines.read(path) if record['headline']]
   for record in records:
     layouts = sessions[record['device'], record['model'], _session(record)][record['recipe']]
     layouts.setdefault(record['layout'], []).append(record)
@@ -94,11 +94,11 @@ def settled(best: Best) -> bool:
 
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
   """The table of `docs/speed.md`: a line a model and method, bold if three processes timed it."""
-  lines = [
-    '| model | method | step, ms (lowest to highest) | times faster than dense | than dense FP8 | MFU | layout | GB |'
-    ' processes |',
-    '|---|---|---|---|---|---|---|---|---|',
-  ]
+  head = [
+    'model', 'method', 'step, ms (lowest to highest)', 'times faster than dense', 'than dense FP8', 'MFU', 'layout',
+    'GB', 'processes',
+  ]  # fmt: skip
+  rows = []
   for (device, model), methods in found.items():
     over, over_fp8 = speedups(methods), speedups(methods, 'dense_fp8')
     shape = next(iter(methods.values())).record['shape']
@@ -109,12 +109,12 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
         times = f'**{times}**'
       fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
       mfu = best.record['mfu'] * best.record['amortised_ms'] / best.ms
-      lines.append(
-        f'| {name} | {best.record["label"]} | {_steps(best)} | {times} | {fp8} | {mfu:.2f} | {best.layout} |'
-        f' {best.record["memory_gb"]["total"]:.0f} | {best.processes} |'
-      )
+      rows.append([
+        name, best.record['label'], _steps(best), times, fp8, f'{mfu:.2f}', best.layout,
+        f'{best.record["memory_gb"]["total"]:.0f}', best.processes,
+      ])  # fmt: skip
       name = ''
-  return '\n'.join(lines)
+  return tables.markdown(head, rows)
 
 
 def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> dict[str, list[tuple[str, float]]]:

@@ -103,12 +103,10 @@ def line_chart(
     return _svg(chart, title, opaque=opaque)
 
 
-def dot_plot(
-  rows: Sequence[tuple[str, str, Sequence[float]]], *, title: str, x_label: str, width: int = 1140
-) -> Html:
+def dot_plot(rows: Sequence[tuple[str, str, Sequence[float]]], *, title: str, x_label: str) -> Html:
   """Draws one row a method, (label, colour, values): a dot a seed, and a bar and a figure at the mean."""
   with matplotlib.rc_context(_STYLE):
-    chart, axes = _figure(width, 30 * len(rows) + 60)
+    chart, axes = _figure(1140, 30 * len(rows) + 60)
     places = range(len(rows))[::-1]
     for place, (_, colour, values) in zip(places, rows, strict=True):
       mean, row = float(np.mean(values)), [place] * len(values)

@@ -19,9 +19,6 @@ Verdict = Literal['agrees', 'disagrees', 'open']
 # The runs of one method with one setting, one per seed.
 type Runs = Sequence[RunRecord]
 
-# Share of neurons that are dense in the weight gradients of the published V:N:M pattern.
-_PUBLISHED_DENSE_SHARE = 0.05
-
 # How much higher a loss may be, relative to the other, and still count as the same quality.
 TIE = 0.01
 
@@ -104,8 +101,7 @@ _beats = functools.partial(_lower, ties=False)
 def _reaches_as_published(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
   """None where a setting of activations was changed, which no paper speaks of."""
   policy = a[0].config['recipe']['kwargs']['policy']
-  published = policy.get('tokens') == policy['features'] and policy.get('dense_features') == _PUBLISHED_DENSE_SHARE
-  return _reaches(a, b) if published else None
+  return _reaches(a, b) if recipes.as_published(policy['features']).items() <= policy.items() else None
 
 
 def comparable_flips(a: Runs, b: Runs) -> list[tuple[RunRecord, RunRecord]]:

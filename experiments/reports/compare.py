@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports import main_job, race_table, report
-from experiments.runs import flops, method_table, methods, records
+from experiments.runs import flops, json_lines, method_table, methods, records
 from experiments.runs.environment import without_folders
 from experiments.runs.experiment import load_config
 from experiments.runs.race.search import Trial
 from experiments.runs.race.tuned import Comparison
-
-RESULTS = Path(__file__).parents[1] / 'results'
 
 
 def compare(
@@ -83,7 +81,7 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
   Raises:
     ValueError: the older line is of another model, text or optimizer; nothing is written.
   """
-  kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+  kept = {_key(record): record for record in json_lines.read(path)} if path.exists() else {}
   finished = [run for run in found if run.summary is not None]
   # Learning rates fall, and flip rates with them: those of all methods are of the same steps.
   end = records.common_sparse_end(finished) if finished else None
@@ -125,7 +123,7 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       )
     kept[_key(record)] = record
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(''.join(json.dumps(record) + '\n' for record in kept.values()))
+  json_lines.write(path, kept.values())
 
 
 def _training_flops(run: records.RunRecord) -> dict[str, float] | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.reports import claims, papers
+from experiments.reports import claims, papers, tables
 from experiments.runs.records import group, RunRecord
 
 _AS_PUBLISHED = ' as published, half of the steps sparse'
@@ -72,7 +72,7 @@ def markdown(
   """
   head = ['method', 'validation loss', f'minus {against}', 'in percent']
   head += ['flip rate, tenth before the last step, or before the step that is named'] if flips else []
-  lines = [head, ['---'] * len(head)]
+  rows = []
   for files, titles in comparisons:
     groups = group(run for file in files for run in papers.runs(file))
     dense, *_ = groups.values()
@@ -81,8 +81,8 @@ def markdown(
     for label, runs in groups.items():
       if title := titles.get(label, label):
         row = [title, _loss(runs), *(['', ''] if runs is dense else _above(runs, dense))]
-        lines.append(row + ([_flips(runs)] if flips else []))
-  return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+        rows.append(row + ([_flips(runs)] if flips else []))
+  return tables.markdown(head, rows)
 
 
 def _loss(runs: Sequence[RunRecord]) -> str:

@@ -1,10 +1,11 @@
 """What a search of the masked decay costs, by short runs or flip rates: its choice against the best of whole runs."""
 
 from collections.abc import Collection, Mapping, Sequence
-import math
 import statistics
 from typing import Any
 
+from experiments.reports import tables
+from experiments.runs.race.search import mean_losses
 from sparse24_jax.tuning import FEASIBLE_BAND
 
 
@@ -17,27 +18,26 @@ def losses_markdown(columns: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
   | 0.006 | 1.2500 |  |
   """
   found = {title: _losses([r for r in records if r['share'] == 1]) for title, records in columns.items()}
-  lines = [f'| decay | {" | ".join(found)} |', f'| --- |{" --- |" * len(found)}']
-  for decay in sorted({decay for losses in found.values() for decay in losses}):
-    cells = (f'{losses[decay]:.4f}' if decay in losses else '' for losses in found.values())
-    lines.append(f'| {decay:g} | {" | ".join(cells)} |')
-  return '\n'.join(lines)
+  rows = [
+    [f'{decay:g}', *(f'{losses[decay]:.4f}' if decay in losses else '' for losses in found.values())]
+    for decay in sorted({decay for losses in found.values() for decay in losses})
+  ]
+  return tables.markdown(['decay', *found], rows)
 
 
 def markdown(records: Sequence[Mapping[str, Any]]) -> str:
   """A row a model and length of the short runs; records are of `grid`, each model's at one rate."""
-  lines = [
-    '| model | share of the steps | decay by short runs | validation loss of whole runs with it | best decay of whole'
-    ' runs | loss | percent above | one seed searches: at most |',
-    '| --- | --- | --- | --- | --- | --- | --- | --- |',
-  ]
+  head = [
+    'model', 'share of the steps', 'decay by short runs', 'validation loss of whole runs with it',
+    'best decay of whole runs', 'loss', 'percent above', 'one seed searches: at most',
+  ]  # fmt: skip
+  rows = []
   for size in dict.fromkeys(r['experiment'] for r in records):
     own = [r for r in records if r['experiment'] == size]
     whole = [r for r in own if r['share'] == 1]
     for share in sorted({r['share'] for r in own} - {1.0}):
-      cells = row(whole, [r for r in own if r['share'] == share])
-      lines.append(f'| {" | ".join([size, f"{share:g}", *cells])} |')
-  return '\n'.join(lines)
+      rows.append([size, f'{share:g}', *row(whole, [r for r in own if r['share'] == share])])
+  return tables.markdown(head, rows)
 
 
 def row(whole: Sequence[Mapping[str, Any]], short: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -106,7 +106,7 @@ def flips_markdown(records: Sequence[Mapping[str, Any]], dense: Sequence[Mapping
     'decay', f"flip rate over dense's at step {first}", *others, 'validation loss', 'percent above the best',
     'minus it, by seed',
   ]  # fmt: skip
-  lines = [f'| {" | ".join(head)} |', f'|{" --- |" * len(head)}']
+  rows = []
   for decay, own in each.items():
     cells = [f'{decay:g}']
     for ratio, inside in zip(ratios[decay], feasible, strict=True):
@@ -115,8 +115,8 @@ def flips_markdown(records: Sequence[Mapping[str, Any]], dense: Sequence[Mapping
     cells.append(f'{losses[decay]:.4f}')
     by_seed = (f'{a["loss"] - b["loss"]:+.4f}' for a, b in zip(own, each[best], strict=True))
     cells += ['', ''] if decay == best else [f'{100 * (losses[decay] / losses[best] - 1):.2f}', ', '.join(by_seed)]
-    lines.append(f'| {" | ".join(cells)} |')
-  return '\n'.join(lines)
+    rows.append(cells)
+  return tables.markdown(head, rows)
 
 
 def _flips(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[float]:
@@ -126,11 +126,7 @@ def _flips(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[f
 
 
 def _losses(records: Collection[Mapping[str, Any]]) -> dict[float, float]:
-  """Decay -> mean loss over the seeds; infinite where one diverged."""
-  each: dict[float, list[float]] = {}
-  for r in records:
-    each.setdefault(r['decay'], []).append(math.inf if r['loss'] is None else r['loss'])
-  return {decay: statistics.fmean(losses) for decay, losses in each.items()}
+  return mean_losses(records, lambda record: record['decay'])
 
 
 def _best(losses: Mapping[float, float]) -> float:

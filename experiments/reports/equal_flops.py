@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 from experiments.reports import race_table as table
+from experiments.reports import tables
 from experiments.runs.build import FAMILIES
 import sparse24_jax as s24
 
@@ -77,12 +78,11 @@ def restoration_markdown(races: Sequence[tuple[str, Sequence[Mapping[str, Any]]]
         stage = [f'{begin:,}', f'{at:,}', table.interval(before), table.interval(gained, '+')]
       else:
         stage = ['never', '', '', '']
-      minus = [own.losses[seed] - loss for seed, loss in found[MST].losses.items() if seed in own.losses]
       rows.append([
         f'{own.title}, {place}', f'{own.rate:g}', str(len(runs)), *stage[:3], table.interval([*own.losses.values()]),
-        stage[3], '' if name == MST else table.interval(minus, '+'),
+        stage[3], '' if name == MST else table.interval(table.pairs_of(own, found[MST]), '+'),
       ])  # fmt: skip
-  return '\n'.join(f'| {" | ".join(line)} |' for line in [head, ['---'] * len(head), *rows])
+  return tables.markdown(head, rows)
 
 
 def _restored_from(record: Mapping[str, Any]) -> int:

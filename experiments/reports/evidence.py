@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from experiments.reports import best_steps
 from experiments.reports import race_table as table
 from experiments.reports.claims import half_width
+from experiments.reports.provenance import RESULTS
 from experiments.runs.race.contenders import Contender, CONTENDERS, layers_of, of
 from experiments.runs.race.trials import LAST_RATE, WARM_UP
 from pallas_kernels import _device
 
-RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons with seeds in which most methods were tuned, and what tells one from others of its model and length. The
 # long one has rates that were tuned in shorter runs.
 COMPARISONS = {
@@ -195,8 +195,7 @@ class Evidence:
 
   def behind(self, other: 'Evidence') -> list[float]:
     """Its final loss minus another's."""
-    both = self.own.losses.keys() & other.own.losses.keys()
-    return [self.own.losses[seed] - other.own.losses[seed] for seed in sorted(both)]
+    return table.pairs_of(self.own, other.own)
 
   def place(self, asked: str) -> str:
     """Model, length, seeds and device; and that it is another one than the GPU asked about, where seconds count."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import textwrap
 from typing import Any
 
-from experiments.reports import provenance
+from experiments.reports import provenance, tables
 
 OUTCOMES = ('survived', 'refused', 'lost')
 # What `python -m tests.pallas_kernels.sanitize` runs. A record may be older than some of them.
@@ -35,8 +35,9 @@ def page(records: Iterable[Record] | None = None) -> str:
 def _cases(cases: Sequence[Record]) -> str:
   versions = {record['versions']['jax'] for record in cases}
   commits = {record['commit'][:8] for record in cases}
-  rows = '\n'.join(
-    f'| {r["name"]} | {" | ".join(str(r[kind]) for kind in OUTCOMES)} | {r["expected"]} |' for r in cases
+  table = tables.markdown(
+    ['fault', *OUTCOMES, 'what is expected'],
+    [[r['name'], *(r[kind] for kind in OUTCOMES), r['expected']] for r in cases],
   )
   totals = ' | '.join(f'**{sum(r[kind] for r in cases)}**' for kind in OUTCOMES)
   lead = (
@@ -46,9 +47,8 @@ def _cases(cases: Sequence[Record]) -> str:
     'a status that is not 0, and a message that names what is wrong. *Lost*: neither.'
   )
   return (
-    textwrap.fill(lead, 118, break_on_hyphens=False) + '\n\n<!-- records: faults.jsonl -->\n'
-    '| fault | survived | refused | lost | what is expected |\n|---|---:|---:|---:|---|\n'
-    f'{rows}\n| **all** | {totals} | |\n'
+    textwrap.fill(lead, 118, break_on_hyphens=False)
+    + f'\n\n<!-- records: faults.jsonl -->\n{table}\n| **all** | {totals} | |\n'
   )
 
 
@@ -76,13 +76,12 @@ def _sanitized(record: Record) -> str:
     'is seen. Where a result is defined, it is compared with the reference, for hostile operands with that of the '
     'nearest lawful one. racecheck looks at shared memory alone.'
   )
-  rows = ''.join(
-    f'| {name.replace("_", " ")} | {" | ".join(_found(cases.get(name)) for cases in record["tools"].values())} |\n'
-    for name in SANITIZED
-  )
+  rows = [
+    [name.replace('_', ' '), *(_found(cases.get(name)) for cases in record['tools'].values())] for name in SANITIZED
+  ]
   return (
     '\n## Kernels under compute-sanitizer\n\n' + textwrap.fill(text, 118, break_on_hyphens=False) + '\n\n'
-    f'<!-- records: sanitize.jsonl -->\n| kernels | {" | ".join(record["tools"])} |\n|---|---|---|\n{rows}'
+    f'<!-- records: sanitize.jsonl -->\n{tables.markdown(["kernels", *record["tools"]], rows)}\n'
   )
 
 

@@ -9,9 +9,6 @@ seed by seed.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import itertools
-import math
-import statistics
 import textwrap
 from typing import NamedTuple
 
@@ -28,11 +25,8 @@ from experiments.reports.evidence import (
   interval,
   NAMES,
   narrowed,
-  NEAR,
   near,
   OPTIONS,
-  parted,
-  RESULTS,
   Step,
   steps,
   told,
@@ -40,7 +34,17 @@ from experiments.reports.evidence import (
 )
 from experiments.reports.guide_code import code
 from experiments.reports.guide_more import flops, squared_relu
+from experiments.reports.guide_races import (
+  behind_at_this_width,
+  how,
+  is_gain,
+  may_gain,
+  no_race,
+  winners,
+  without_dense,
+)
 from experiments.reports.guide_tables import LEGEND, tables
+from experiments.reports.provenance import RESULTS
 from experiments.runs.race.contenders import Contender, CONTENDERS, MANY_STEPS
 from pallas_kernels import _device, _records
 import sparse24_jax as s24
@@ -133,220 +137,102 @@ def answer(
     return Answer(*squared_relu(faster, found, timed or {}, device, d))
   if goal == 'flops':
     return Answer(*flops(found, device, d))
-  without_dense = _without_dense(faster, found, device, d)
-  found = {title: [e for e in each if e.against == 'dense' and not e.option.only] for title, each in found.items()}
-  of_steps = sorted(
-    (e for each in found.values() for e in each if e.equal == 'steps'), key=lambda e: (far(e.width, d), e.mean)
-  )
+  plain = {title: [e for e in each if e.against == 'dense' and not e.option.only] for title, each in found.items()}
+  asked = _Asked(faster, plain, device, d, hidden, timed or {})
+  if goal == 'sooner':
+    return _soonest(asked, without_dense(faster, found, device, d))
+  return _sparse(asked) if goal == 'sparse' else _lowest(asked)
+
+
+class _Asked(NamedTuple):
+  """Arguments of `answer`, of `found` what is compared with a plain dense model."""
+
+  faster: Mapping[str, float | None]
+  found: Mapping[str, Sequence[Evidence]]
+  device: str
+  d: int | None
+  hidden: int | None
+  timed: Mapping[str, Step]
+
+  def of_steps(self) -> list[Evidence]:
+    """Comparisons of as many steps, the nearest width first."""
+    alike = [e for each in self.found.values() for e in each if e.equal == 'steps']
+    return sorted(alike, key=lambda e: (far(e.width, self.d), e.mean))
 
   def of(
-    e: Evidence, *more: tuple[str, str], first: Sequence[tuple[str, str]] = (), take: str = '', head: str = ''
+    self, e: Evidence, *more: tuple[str, str], first: Sequence[tuple[str, str]] = (), take: str = '', head: str = ''
   ) -> Answer:
-    alike = [other for other in of_steps if other.contender == e.contender] if e.equal == 'steps' else [e]
-    gain = [f"dense's final loss after {interval(e.shares)} of dense's time ({e.place(device)})"] if e.shares else []
-    if step := (timed or {}).get(e.contender):
-      place = f'{step.where}, {told(step.device, device)}'
-      gain.append(f'a step {step.times:.2f} times as fast as dense ({step.least:.2f} to {step.most:.2f}; {place})')
-    if times := faster.get(e.contender):
-      wide, dense = 'the size asked about', 'dense'
-      if hidden and narrowed(hidden, e.contender) != hidden:
-        wide, dense = f'hidden width {narrowed(hidden, e.contender):,}', f'dense of {hidden:,}'
-      gain.append(f'a feed-forward block of {wide} {times:.2f} times as fast as {dense}')
+    """That this is what to take."""
+    alike = [other for other in self.of_steps() if other.contender == e.contender] if e.equal == 'steps' else [e]
     losses = [
       f'{against_dense(e.percent)} after equal {e.equal}{edge(e)}'
-      + ('' if e.shares else f' ({e.place(device)})') for e in alike
+      + ('' if e.shares else f' ({e.place(self.device)})') for e in alike
     ]  # fmt: skip
     lines = code(
-      e.contender, rate=e.own.rate, decay=e.own.decay, hidden=hidden, schedule=e.schedule,
+      e.contender, rate=e.own.rate, decay=e.own.decay, hidden=self.hidden, schedule=e.schedule,
       found=f'was {"the only one tried" if e.own.searched == 1 else "the best"} for {e.where}',
     )  # fmt: skip
     lines = [f'# {head}', *lines] if head and lines else lines
-    return Answer(take or e.who, [*first, *under('Gain', gain), *under('Loss', losses), *more], lines)
+    return Answer(take or e.who, [*first, *under('Gain', self._gain(e)), *under('Loss', losses), *more], lines)
 
-  if goal == 'sooner':
-    winners = _winners(faster, found, d)
-    best = next((w for w in winners if not w.beaten_by and near(w.first.width, d)), None)
-    warned = under('But', [text for w in winners if near(w.first.width, d) for text in w.warned()])
-    if (behind := _behind_at_this_width(faster, found, d)) or best is None:
-      behind = behind or [('Why', _no_race(found, d) or 'no faster method was shown to reach its loss sooner')]
-      return Answer(_PLAIN, [*behind, *warned, *under('Else', [*(w.said(device) for w in winners), *without_dense])])
-    others = under('Else', [*(w.said(device) for w in winners if w is not best), *without_dense])
-    head = f'Of {best.first.who}.' if best.near else ''
-    return of(best.first, *warned, *others, take=best.names, head=head)
-  if goal == 'sparse':
-    sparse = [option for option in OPTIONS if option.ends_sparse]
-    pays = [option for option in sparse if _gains(faster.get(option.contenders[0]))]
-    # Where none is known to be faster, the lowest loss decides.
-    taken = [max(pays, key=lambda option: faster[option.contenders[0]] or 0)] if pays else sparse
-    ends = ('Ends', 's24.project(params, opt_state, recipe) has the zeros, s24.verify_weights proves them')
-    best = next((e for e in of_steps if e.option in taken), None)
-    if best is not None:
-      return of(best, ends)
-    lines = code(taken[0].contenders[0], rate=1e-3, decay=0.0, found='is a guess, since none was searched')
-    return Answer(taken[0].title, [('Loss', 'no tuned comparison was recorded'), ends], lines)
+  def _gain(self, e: Evidence) -> list[str]:
+    gain = []
+    if e.shares:
+      gain.append(f"dense's final loss after {interval(e.shares)} of dense's time ({e.place(self.device)})")
+    if step := self.timed.get(e.contender):
+      place = f'{step.where}, {told(step.device, self.device)}'
+      gain.append(f'a step {step.times:.2f} times as fast as dense ({step.least:.2f} to {step.most:.2f}; {place})')
+    if times := self.faster.get(e.contender):
+      wide, dense = 'the size asked about', 'dense'
+      if self.hidden and narrowed(self.hidden, e.contender) != self.hidden:
+        wide, dense = f'hidden width {narrowed(self.hidden, e.contender):,}', f'dense of {self.hidden:,}'
+      gain.append(f'a feed-forward block of {wide} {times:.2f} times as fast as {dense}')
+    return gain
+
+
+def _soonest(asked: _Asked, without: Sequence[str]) -> Answer:
+  """What wins a race of about this width, unless it is known to lose another; `without` says what ran without dense."""
+  faster, found, device, d = asked[:4]
+  won = winners(faster, found, d)
+  best = next((w for w in won if not w.beaten_by and near(w.first.width, d)), None)
+  warned = under('But', [text for w in won if near(w.first.width, d) for text in w.warned()])
+  if (behind := behind_at_this_width(faster, found, d)) or best is None:
+    behind = behind or [('Why', no_race(found, d) or 'no faster method was shown to reach its loss sooner')]
+    return Answer(_PLAIN, [*behind, *warned, *under('Else', [*(w.said(device) for w in won), *without])])
+  others = under('Else', [*(w.said(device) for w in won if w is not best), *without])
+  head = f'Of {best.first.who}.' if best.near else ''
+  return asked.of(best.first, *warned, *others, take=best.names, head=head)
+
+
+def _sparse(asked: _Asked) -> Answer:
+  """The fastest method that ends sparse; where none is known to be faster, that of the lowest loss."""
+  sparse = [option for option in OPTIONS if option.ends_sparse]
+  pays = [option for option in sparse if is_gain(asked.faster.get(option.contenders[0]))]
+  taken = [max(pays, key=lambda option: asked.faster[option.contenders[0]] or 0)] if pays else sparse
+  ends = ('Ends', 's24.project(params, opt_state, recipe) has the zeros, s24.verify_weights proves them')
+  best = next((e for e in asked.of_steps() if e.option in taken), None)
+  if best is not None:
+    return asked.of(best, ends)
+  lines = code(taken[0].contenders[0], rate=1e-3, decay=0.0, found='is a guess, since none was searched')
+  return Answer(taken[0].title, [('Loss', 'no tuned comparison was recorded'), ends], lines)
+
+
+def _lowest(asked: _Asked) -> Answer:
+  """What is surely below dense after as many steps; else dense, and the price of what is faster."""
+  of_steps = asked.of_steps()
   if surely := [e for e in of_steps if below(e.percent)]:
-    return of(surely[0])
+    return asked.of(surely[0])
   why = ('Why', 'no method was shown to end below it after as many steps')
-  faster_ones = [e for e in of_steps if _may_gain(e, faster)]
+  faster_ones = [e for e in of_steps if may_gain(e, asked.faster)]
   price = next((e for e in faster_ones if len(e.percent) > 1), None)
   if price is None:
     return Answer(_PLAIN, [why])
   lower = [
-    f'{e.who} {_how(e, faster)}, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
-    f'{edge(e)} ({e.place(device)})' for e in faster_ones[: faster_ones.index(price)]
+    f'{e.who} {how(e, asked.faster)}, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
+    f'{edge(e)} ({e.place(asked.device)})' for e in faster_ones[: faster_ones.index(price)]
   ]  # fmt: skip
-  first = [why, *under('But', [*lower, f'{price.who} {_how(price, faster)}, for this price:'])]
-  return of(price, first=first, take=_PLAIN, head=f'If you pay this price: {price.who}.')
-
-
-class _Winner(NamedTuple):
-  """The contender that wins a race, the first of those with several seeds.
-
-  Attributes:
-    first: of the lowest loss.
-    near: those that its seeds do not part from it.
-    lower: those of one seed that ended lower.
-    beaten_by: what beat the first in a race whose width is as near or nearer, and did not run in this one.
-  """
-
-  first: Evidence
-  near: Sequence[Evidence]
-  lower: Sequence[Evidence]
-  beaten_by: Evidence | None
-
-  @property
-  def names(self) -> str:
-    """All that may be the first."""
-    return ' or '.join(e.who for e in (self.first, *self.near))
-
-  def said(self, device: str) -> str:
-    """The race in a sentence."""
-    share = f"{interval(self.first.shares)} of dense's time"
-    text = f"{self.first.place(device)}: {self.names} had dense's final loss in {share}"
-    return f'{text}. {self.beaten_by.who}, which beat it elsewhere, did not run' if self.beaten_by else text
-
-  def warned(self) -> list[str]:
-    """What one seed cannot claim, and a reader should know before he takes what is claimed."""
-    return [
-      f"{e.where}: {e.who} ended lowest, and had dense's final loss in {e.shares[0]:.2f} of dense's time, by one seed"
-      + edge(e)
-      for e in self.lower
-    ]
-
-
-def _winners(
-  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], d: int | None
-) -> list[_Winner]:
-  """The first of each race in which one was surely below dense, the nearest width first."""
-  candidates = [e for title in sorted(found) for e in found[title] if _may_gain(e, faster)]
-  races: dict[tuple[str, str], list[Evidence]] = {}
-  for e in candidates:
-    if e.shares and len(e.percent) > 1 and e.mean < 0:
-      races.setdefault((e.where, e.device), []).append(e)
-  for each in races.values():
-    each.sort(key=lambda e: e.mean)
-  # A race of the width asked about says more than others.
-  ordered = [each for each in sorted(races.values(), key=lambda each: far(each[0].width, d)) if below(each[0].percent)]
-  # Who is ahead of whom, by more than the interval, in any race.
-  ahead = [(first, e) for each in ordered for first, e in itertools.combinations(each, 2) if parted(e, first)]
-  winners = []
-  for first, *others in ordered:
-    ran = {e.who for e in (first, *others)}
-    elsewhere = (
-      winner for winner, e in ahead
-      if e.who == first.who and winner.who not in ran and far(winner.width, d) <= far(first.width, d)
-    )  # fmt: skip
-    lower = [
-      e for e in candidates
-      if (e.where, e.device) == (first.where, first.device) and len(e.shares) == 1
-      and max(e.behind(first), default=0.0) < 0
-    ]  # fmt: skip
-    better = next((winner for winner in elsewhere if winner.device == first.device), None)
-    winners.append(_Winner(first, [e for e in others if not parted(e, first)], lower, better))
-  return winners
-
-
-def _behind_at_this_width(
-  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], d: int | None
-) -> list[tuple[str, str]]:
-  """That, in the longest runs of the nearest width, no method was surely sooner at its final loss than dense.
-
-  Nothing if one was, or if these runs were a race, which tells itself who was sooner.
-  """
-  known = [
-    e for each in found.values() for e in each
-    if e.width and e.dense_shares and _may_gain(e, faster) and near(e.width, d)
-  ]  # fmt: skip
-  if d is None or not known:
-    return []
-  width = min((e.width for e in known if e.width), key=lambda width: far(width, d))
-  longest = max((e for e in known if e.width == width), key=lambda e: next(iter(e.own.curves.values()))[-1][0])
-  alike = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
-  alike.sort(key=lambda e: -statistics.fmean(e.dense_shares))
-  several = [e for e in alike if len(e.percent) > 1]
-  if longest.equal == 'seconds' or not several or any(map(_sooner, several)):
-    return []
-  best = several[0]
-  why = (
-    f'dense reaches the final loss of {best.who}, the soonest with several seeds of {best.where}, in'
-    f' {interval(best.dense_shares)} of the time that {best.who} takes, and is then in mid-schedule ({best.device})'
-  )
-  ahead = [
-    f'{e.where}: dense reaches the final loss of {e.who} in {e.dense_shares[0]:.2f} of the time that {e.who} takes, by'
-    f' one seed{edge(e)}' for e in alike[: alike.index(best)]
-  ]  # fmt: skip
-  return [('Why', why), *under('But', ahead)]
-
-
-def _without_dense(
-  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str, d: int | None
-) -> list[str]:
-  """Who ended lowest in races of about this width in which no dense model in 16 bits ran."""
-  races: dict[str, list[Evidence]] = {}
-  for e in (e for each in found.values() for e in each if e.against != 'dense' and near(e.width, d)):
-    if e.equal == 'seconds' and _may_gain(e, faster):
-      races.setdefault(e.where, []).append(e)
-  said = []
-  for where, each in races.items():
-    first, *others = sorted(each, key=lambda e: e.own.mean)
-    names = [first.who, *(e.who for e in others if len(e.behind(first)) > 1 and not parted(e, first))]
-    names += [first.dense.title] if len(first.percent) > 1 and not below(first.percent) else []
-    seeds = f'{len(first.own.losses)} seeds, {told(first.device, device)}'
-    said.append(f'{where}, {seeds}, without dense in 16 bits: {" or ".join(names)} ended lowest')
-  return said
-
-
-def _no_race(found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
-  """That all races were of other widths; '' if one was not, or there was none."""
-  widths = [e.width for each in found.values() for e in each if e.shares]
-  if not widths or any(near(width, d) for width in widths):
-    return ''
-  return f'no race was run at a width within a factor of {NEAR} of {d:,}'
-
-
-def _gain(e: Evidence, faster: Mapping[str, float | None]) -> float | None:
-  """The gain that decides: of a recipe that over a dense block as wide as its own."""
-  return faster.get(e.option.contenders[0] if e.option.recipe else e.contender)
-
-
-def _gains(gain: float | None) -> bool:
-  """Whether a gain is known to be one."""
-  return gain is not None and round(gain, 2) > 1
-
-
-def _how(e: Evidence, faster: Mapping[str, float | None]) -> str:
-  return 'is faster' if _gains(_gain(e, faster)) else 'computes less'
-
-
-def _may_gain(e: Evidence, faster: Mapping[str, float | None]) -> bool:
-  """Whether it may be sooner than dense; of a dense rival whose block is not priced its race says so."""
-  gain = _gain(e, faster)
-  return e.option.recipe is None if gain is None else _gains(gain)
-
-
-def _sooner(e: Evidence) -> bool:
-  """Whether it is at its final loss before dense by more than the interval."""
-  return not all(map(math.isfinite, e.dense_shares)) or below([1 - share for share in e.dense_shares])
+  first = [why, *under('But', [*lower, f'{price.who} {how(price, asked.faster)}, for this price:'])]
+  return asked.of(price, first=first, take=_PLAIN, head=f'If you pay this price: {price.who}.')
 
 
 def guide(

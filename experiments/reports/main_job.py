@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.reports import report
-from experiments.runs import methods, records
+from experiments.runs import methods, records, terminal
 
 METHODS = ('dense', 'ste', 'fst')
 
@@ -42,10 +41,10 @@ def run(
 
 def show_table(folders: Sequence[Path]) -> None:
   """Prints the comparison of the given runs."""
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('method', 'validation loss', 'minus dense', 'peak flip rate', 'late flip rate', 'seconds'):
-    table.add_column(head, justify='left' if head == 'method' else 'right')
-  rows = report.table_rows(report.finished(records.group(records.find_runs(folders))))
-  for label, _, loss, spread, difference, _, peak, tail, seconds in rows:
-    table.add_row(label, f'{loss} {spread}'.strip(), difference, peak, tail, seconds)
-  Console().print(table)
+  figures = ('validation loss', 'minus dense', 'peak flip rate', 'late flip rate', 'seconds')
+  found = report.table_rows(report.finished(records.group(records.find_runs(folders))))
+  rows = [
+    (label, f'{loss} {spread}'.strip(), difference, peak, tail, seconds)
+    for label, _, loss, spread, difference, _, peak, tail, seconds in found
+  ]
+  Console().print(terminal.table(('method', *figures), rows, right=figures))

@@ -1,12 +1,12 @@
 """Smaller tables of the documents, each of one file of records: matmuls, a step under a profiler, compiling, meshes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import statistics
 from typing import Any
 
 import numpy as np
 
-from experiments.reports import provenance, race_table, speed
+from experiments.reports import provenance, race_table, speed, tables
 from experiments.reports.reached import seconds_to
 from experiments.runs.race.contenders import CONTENDERS
 
@@ -20,12 +20,6 @@ _KINDS = {
 }  # fmt: skip
 _ROLES = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient', 'plain': ''}
 _OVER_DENSE = ('over dense without zeros', 'sustained', 'with zeros', 'sustained')
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-  """A table in Markdown."""
-  lines = [head, ['---'] * len(head), *rows]
-  return '\n'.join(f'| {" | ".join(map(str, cells))} |' for cells in lines)
 
 
 def matmuls() -> str:
@@ -43,7 +37,7 @@ def matmuls() -> str:
     if not any(over) or (samples := tuple(r['samples_ms'])) in seen:
       continue
     seen.add(samples)
-    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    sizes = speed.sizes(r, 'tokens', 'd_in', 'd_out')
     in_loops = [r['tflops'] * r['median_ms'] / r['sustained_ms'] for r in many if r.get('sustained_ms')]
     tflops = [f'{statistics.median(found):,.0f}' if found else '' for found in ([r['tflops'] for r in many], in_loops)]
     rows.append([
@@ -51,7 +45,7 @@ def matmuls() -> str:
       *tflops, *over, *_times(many, 'cusparselt'), len(many),
     ])  # fmt: skip
   head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt', 'sustained')
-  return table((*head, 'processes'), rows)
+  return tables.markdown((*head, 'processes'), rows)
 
 
 def _gpu(record: Record) -> str:
@@ -77,10 +71,10 @@ def vnm_matmuls() -> str:
   rows = []
   for many in speed.by_process(provenance.read('vnm_matmul.jsonl')):
     r = many[0]
-    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    sizes = speed.sizes(r, 'tokens', 'd_in', 'd_out')
     ms = statistics.median(r['median_ms'] for r in many)
     rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{ms:.3f}', *_over_dense(many, 'dense'), len(many)])
-  return table(('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE, 'processes'), rows)
+  return tables.markdown(('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE, 'processes'), rows)
 
 
 def attention() -> str:
@@ -99,7 +93,7 @@ def attention() -> str:
       f'{batch} x {length}', *own, f'{full:.2f}', f'{min(times):.1f} to {max(times):.1f}', min(map(len, here))
     ])  # fmt: skip
   head = ('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster', 'processes')
-  return table(head, rows)
+  return tables.markdown(head, rows)
 
 
 def profile() -> str:
@@ -112,7 +106,7 @@ def profile() -> str:
     ms = [sum(r['profile']['by_kind_ms'][kind] for kind in kinds) for r in own]
     rows.append([name, *(f'{value:.1f}' if value else '' for value in ms)])
   rows.append(['in all', *(f'{r["profile"]["busy_ms"]:.1f}' for r in own)])
-  return table(('ms a step', *(r['label'] for r in own)), rows)
+  return tables.markdown(('ms a step', *(r['label'] for r in own)), rows)
 
 
 def compile_time() -> str:
@@ -131,7 +125,7 @@ def compile_time() -> str:
     'method', 'programs', 'first process, s', 'next process: traced, lowered, compiled, s',
     'a program of it over dense', 'third process, s',
   )  # fmt: skip
-  return table(head, rows)
+  return tables.markdown(head, rows)
 
 
 def compile_seconds() -> str:
@@ -150,7 +144,7 @@ def compile_seconds() -> str:
     'layers', 'method', 'first process, s', 'over dense', 'next process: traced, lowered, compiled, s', 'over dense',
     'fusions, distinct',
   )  # fmt: skip
-  return table(head, rows)
+  return tables.markdown(head, rows)
 
 
 def meshes() -> str:
@@ -160,7 +154,7 @@ def meshes() -> str:
     r = many[0]
     shape, whole = r['shape'], r['sharding'] == 'whole'
     if r['op'] == 'ffn':
-      what = f'{r["activation"]} block, ' + ' x '.join(str(shape[size]) for size in ('tokens', 'd', 'hidden'))
+      what = f'{r["activation"]} block, {speed.sizes(r, "tokens", "d", "hidden")}'
     else:
       what = f'step of {r["model"]}, {shape["batch"]} x {shape["length"]}'
     twins = [r['baselines']['dense'] for r in many]
@@ -171,7 +165,7 @@ def meshes() -> str:
       *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, twins[0])), len(many),
     ])  # fmt: skip
   head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense', 'processes')
-  return table(head, rows)
+  return tables.markdown(head, rows)
 
 
 def race_by_the_clock(name: str, ours: str, rival: str) -> str:
@@ -200,7 +194,7 @@ def race_by_the_clock(name: str, ours: str, rival: str) -> str:
     'seed', f'{first}: ms a step, seconds', 'loss', f'{second}: ms a step, seconds', 'loss',
     "loss after the first's seconds", "at the first's final loss after so many, share",
   )  # fmt: skip
-  return table(head, rows)
+  return tables.markdown(head, rows)
 
 
 def race_by_the_minute(name: str, ours: str, rival: str, every: int) -> str:
@@ -228,4 +222,4 @@ def race_by_the_minute(name: str, ours: str, rival: str, every: int) -> str:
     for i in range(every - 1, len(mine['validation']), every)
   ]
   lowest.append(f'{losses[0].min() - losses[1].min():+.4f}')
-  return table([*head, 'the first minus the second'], [*rows, lowest])
+  return tables.markdown([*head, 'the first minus the second'], [*rows, lowest])

@@ -126,11 +126,10 @@ def folded(summary: str, content: str) -> Html:
   return Html(f'<details><summary>{html(summary)}</summary>{html(content)}</details>')
 
 
-def swatch(colour: str, label: str, small: str = '') -> Html:
+def swatch(colour: str, label: str, small: str) -> Html:
   """A name beside the colour that it has in the charts."""
   return Html(
-    f'<span class="swatch" style="background:{html(colour)}"></span>{html(label)}'
-    + (f'<small>{html(small)}</small>' if small else '')
+    f'<span class="swatch" style="background:{html(colour)}"></span>{html(label)}<small>{html(small)}</small>'
   )
 
 

@@ -7,7 +7,7 @@ import re
 import statistics
 from typing import Any
 
-from experiments.reports import claims, provenance
+from experiments.reports import claims, provenance, tables
 from experiments.reports import race_table as table
 from experiments.runs.experiment import load_config
 from experiments.runs.records import group, RunRecord
@@ -26,7 +26,7 @@ FILES: Mapping[str, str] = {
 def markdown() -> str:
   """A row a claim."""
   compared = [(where, [*group(runs(name)).values()]) for name, where in FILES.items()]
-  lines = ['| claim | paper | here, nats and 95% interval |', '| --- | --- | --- |']
+  rows = []
   for claim, source, judge, pairs in claims.CLAIMS:
     said: dict[str, list[str]] = {}
     for where, groups in compared:
@@ -45,8 +45,8 @@ def markdown() -> str:
             said.setdefault(found[0], []).append(f'{difference} ({of}{where}, {len(differences)} seeds)')
     evidence = '; '.join(f'**{verdict}** {", ".join(said[verdict])}' for verdict in sorted(said))
     paper = re.search(r'\d{4}\.\d{5}', source)
-    lines.append(f'| {claim} | {paper[0] if paper else "ours"} | {evidence or "not by these records"} |')
-  return '\n'.join(lines)
+    rows.append([claim, paper[0] if paper else 'ours', evidence or 'not by these records'])
+  return tables.markdown(['claim', 'paper', 'here, nats and 95% interval'], rows)
 
 
 def runs(name: str) -> list[RunRecord]:

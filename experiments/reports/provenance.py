@@ -18,6 +18,8 @@ import re
 import subprocess
 from typing import Any
 
+from experiments.runs import json_lines
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'experiments' / 'results'
 NOT_IN_GIT = 'a commit that is not in git'
@@ -131,7 +133,7 @@ def read(citation: str) -> list[dict[str, Any]]:
   path = RESULTS / name if '/' not in name else ROOT / name
   if not path.is_file():
     raise ValueError(f'{citation}: no file {path.relative_to(ROOT)}')
-  found = [json.loads(line) for line in path.read_text().splitlines()] if path.suffix == '.jsonl' else _tuned(path)
+  found = json_lines.read(path) if path.suffix == '.jsonl' else _tuned(path)
   for condition in filter(None, conditions.split('&')):
     key, _, value = condition.partition('=')
     found = [record for record in found if str(record.get(key)) == value]

@@ -4,15 +4,16 @@ import argparse
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
-import json
 import math
 from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.reports import reached
+from experiments.reports import reached, tables
 from experiments.reports.claims import half_width
+from experiments.runs import json_lines
 from experiments.runs.race.contenders import CONTENDERS
+from experiments.runs.race.search import mean_losses, or_inf
 
 # Ends the name of a contender whose dense end has become FP8 since.
 IN_16_BITS = '_with_16_bit_dense_end'
@@ -42,8 +43,7 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
     ValueError: records of one race say that they are of several texts, whose losses do not compare.
   """
   races: dict[str, list[dict[str, Any]]] = {}
-  for line in path.read_text().splitlines():
-    record = json.loads(line)
+  for record in json_lines.read(path):
     if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
       record['title'] = today.label
       if today.dense_phase != record.get('dense_phase'):
@@ -95,7 +95,7 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
       settings = f'{r["rate"]:g}' + (f', decay {r["decay"]:g}' if r['decay'] else '')
       losses.setdefault(settings, []).append(r['loss'])
     said = '; '.join(f'{settings}: ' + ', '.join(map(_loss, each)) for settings, each in losses.items())
-    best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
+    best = min(sum(map(or_inf, each)) / len(each) for each in losses.values())
     faster = speed = ''
     timed = [r for r in own if not r.get('disturbed')]
     if ms := [r['step_ms'] for r in timed]:
@@ -157,11 +157,8 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
     named = own[0].get('searched_with')
     # The first of seeds with equally many trials.
     search = named or [seed for seed, _ in Counter(r['seed'] for r in _whole(own)).most_common(1)]
-    trials: dict[tuple[float, float], list[float]] = {}
-    for r in _whole(own):
-      if r['seed'] in search:
-        trials.setdefault((r['rate'], r['decay']), []).append(_worst(r['loss']))
-    rate, decay = best = min(trials, key=lambda setting: statistics.fmean(trials[setting]))
+    trials = mean_losses((r for r in _whole(own) if r['seed'] in search), lambda r: (r['rate'], r['decay']))
+    rate, decay = best = min(trials, key=lambda setting: trials[setting])
     alike = [r for r in own if (r['rate'], r['decay']) == best]
     others = [r for r in alike if not named or r['seed'] not in named]
     same = others or alike
@@ -172,9 +169,9 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
       own[0]['title'], rate, decay, len(trials),
       any(value in (min(axis), max(axis)) for value, axis in zip(best, axes, strict=False)),
       not others,
-      {r['seed']: _worst(r['loss']) for r in _whole(same)},
-      {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
-      [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
+      {r['seed']: or_inf(r['loss']) for r in _whole(same)},
+      {r['seed']: [(seconds, or_inf(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
+      [(r['share'] * r['seconds'], or_inf(r['loss'])) for r in same if r['share'] < 1],
       {r['seed']: r['wall_s'] / seconds for r in _whole(same) if 'wall_s' in r and (seconds := r['validation'][-1][1])},
     )  # fmt: skip
   return dict(sorted(found.items(), key=lambda item: item[1].mean))
@@ -219,12 +216,12 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   """
   rows = []
   for name, own in found.items():
-    pairs = [-difference for difference in pairs_of(found[against], own)]
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
       str(own.searched), str(len(own.losses)) + (', which chose' if own.of_search else ''),
       interval(list(own.losses.values()), ''),
-      *(('', '') if name == against else (interval(pairs, '+'), interval(percent_above(own, found[against]), '+', 2))),
+      '' if name == against else interval(pairs_of(own, found[against]), '+'),
+      '' if name == against else interval(percent_above(own, found[against]), '+', 2),
     ])  # fmt: skip
   return rows
 
@@ -241,10 +238,6 @@ def percent_above(own: Seeds, other: Seeds) -> list[float]:
 
 def _whole(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
   return [r for r in records if 'loss' in r and r['share'] == 1.0]
-
-
-def _worst(loss: float | None) -> float:
-  return math.inf if loss is None else loss
 
 
 def _loss(loss: float | None) -> str:
@@ -280,8 +273,7 @@ def share(shares: Sequence[float]) -> str:
 def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A table without the columns that are empty: a race need not have a dense model, or shorter runs."""
   kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
-  lines = [head, ['---'] * len(head), *rows]
-  return '\n'.join('| ' + ' | '.join(line[i] for i in kept) + ' |' for line in lines)
+  return tables.markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:

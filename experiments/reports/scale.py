@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from experiments.bench.scale import formula
-from experiments.reports import best_steps, provenance
+from experiments.reports import best_steps, provenance, tables
 
 _STEP = ('NVIDIA H200', 'llama-3b')
 _PAPER = (
@@ -44,28 +44,6 @@ def page() -> str:
     dense.ms, fst.ms, shape['batch'] * shape['length'], fst.record['parameters'],
     3 * shape['layers'] * shape['d'] * shape['hidden'],
   )  # fmt: skip
-  lines = []
-  for row in formula.rows(compute):
-    (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
-    apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
-    lines.append(
-      f'| {row.model} | {row.gpus:,} | {row.layout} | {row.memory:,.0f} | {row.dense_traffic:,.0f} | '
-      f'{row.sparse_traffic:,.0f} | {t_dense:.2f} | {t_sparse:.2f} | {c_dense:.2f} | {c_sparse:.2f} | {hidden:.2f} | '
-      f'{apart:.2f} |'
-    )
-  paper = '\n'.join(lines)
-  counted = '\n'.join(map(_counted, simulated))
-  basis = (
-    f'A step has {formula.TOKENS:,} tokens in sequences of {shape["length"]:,}, micro-batches of at most '
-    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
-    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step that recomputes its '
-    f'blocks would take {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse one '
-    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
-    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
-    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
-    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
-    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
-  )
   return f"""# Many GPUs, on paper and by simulation
 
 Made by `make pages`. Nothing here was measured on more than one GPU.
@@ -74,11 +52,10 @@ Made by `make pages`. Nothing here was measured on more than one GPU.
 
 {text.strip()}
 
-{textwrap.fill(basis, 118)}
+{textwrap.fill(_basis(fst, compute), 118)}
 
 <!-- records: best_steps.jsonl?model=llama-3b -->
-{_head(*_PAPER)}
-{paper}
+{tables.markdown(_PAPER, map(_computed, formula.rows(compute)))}
 
 ## By simulation
 
@@ -88,7 +65,7 @@ Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted 
 <!-- records: none, a test counts them -->
 
 | layers | dense | sparse |
-|---|---|---|
+| --- | --- | --- |
 | in a loop (`scan_layers`) | 4 | 2 1/4 |
 | one by one, recomputed | 4 | 3 |
 | one by one | 2 | 2 1/4 |
@@ -105,24 +82,43 @@ holds up the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink
 {_SIMULATION}
 
 <!-- records: scale.jsonl -->
-{_head(*_SIMULATED)}
-{counted}
+{tables.markdown(_SIMULATED, map(_counted, simulated))}
 """
 
 
-def _head(*names: str) -> str:
-  return f'| {" | ".join(names)} |\n|{"---|" * len(names)}'
+def _basis(fst: best_steps.Best, compute: formula.Compute) -> str:
+  """What the figures on paper take for granted."""
+  return (
+    f'A step has {formula.TOKENS:,} tokens in sequences of {fst.record["shape"]["length"]:,}, micro-batches of at most '
+    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. By the steps '
+    f'of one {fst.record["device"]} (the medians of {fst.processes} processes), a dense step that recomputes its '
+    f'blocks would take {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse one '
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: from 141 '
+    'on the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times '
+    'faster the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, '
+    '*apart* if nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The '
+    'measured step includes packing; the formula does not say how its time changes with the number of GPUs.'
+  )
 
 
-def _counted(record: Mapping[str, Any]) -> str:
+def _computed(row: formula.Row) -> list[Any]:
+  (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
+  apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
+  sizes = row.memory, row.dense_traffic, row.sparse_traffic
+  times = t_dense, t_sparse, c_dense, c_sparse, hidden, apart
+  return [
+    row.model, f'{row.gpus:,}', row.layout, *(f'{size:,.0f}' for size in sizes), *(f'{time:.2f}' for time in times)
+  ]  # fmt: skip
+
+
+def _counted(record: Mapping[str, Any]) -> list[Any]:
   dense, sparse = record['dense'], record['sparse']
   layout = ' x '.join(map(str, record['layout']))
-  cells = [
+  return [
     record['devices'], layout, record['layers'], _kinds(dense['exchanges']),
     _kinds(sparse['exchanges']), *(f'{twin["bytes"] / 2**20:.1f}' for twin in (dense, sparse)),
     _kinds(record['mask refresh']), _kinds(record['packing']),
   ]  # fmt: skip
-  return f'| {" | ".join(map(str, cells))} |'
 
 
 def _kinds(exchanges: Mapping[str, int]) -> str:

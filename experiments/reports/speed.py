@@ -11,13 +11,11 @@ from pathlib import Path
 import statistics
 from typing import Any
 
-from experiments.reports import charts
+from experiments.reports import charts, tables
+from experiments.runs.recipes import DENSE_SHARE
 
 type Record = Mapping[str, Any]
 
-RESULTS = Path(__file__).parents[1] / 'results'
-# Share of neurons that are dense in weight gradients.
-_PUBLISHED_DENSE_SHARE = 0.05
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -68,7 +66,7 @@ def _of_newest_commit(records: Sequence[Record]) -> list[Record]:
   return [r for r in records if r.get('commit') == newest.get('commit')]
 
 
-def spread(values: Iterable[float | None], digits: int = 2) -> str:
+def spread(values: Iterable[float | None]) -> str:
   """The median of what several processes found, with its range where they differ; empty if it was not measured.
 
   >>> spread([1.5, 1.52, 1.49]), spread([1.5, None]), spread([None])
@@ -77,7 +75,7 @@ def spread(values: Iterable[float | None], digits: int = 2) -> str:
   found = sorted(value for value in values if value)
   if not found:
     return ''
-  text, *ends = (f'{value:,.{digits}f}' for value in (statistics.median(found), found[0], found[-1]))
+  text, *ends = (f'{value:,.2f}' for value in (statistics.median(found), found[0], found[-1]))
   return text if ends[0] == ends[1] else f'{text} ({ends[0]} to {ends[1]})'
 
 
@@ -90,7 +88,12 @@ def pattern(record: Record) -> str:
   if record['token_pattern']:
     return f'{record["pattern"]}, {record["token_pattern"]} along tokens'
   share = record['dense_features']
-  return record['pattern'] + ('' if share == _PUBLISHED_DENSE_SHARE else f' with {share:.0%} dense neurons')
+  return record['pattern'] + ('' if share == DENSE_SHARE else f' with {share:.0%} dense neurons')
+
+
+def sizes(record: Record, *names: str) -> str:
+  """The named sizes of a record's shape, as tables have them."""
+  return ' x '.join(str(record['shape'][name]) for name in names)
 
 
 def ratios(record: Record) -> dict[str, float]:
@@ -137,22 +140,21 @@ def markdown(records: Sequence[Record]) -> str:
   On one NVIDIA A100:
   <BLANKLINE>
   | activation, sizes | method | sparse, ms | dense, ms | times faster | dense FP8, ms | than that | processes |
-  |---|---|---|---|---|---|---|---|
+  | --- | --- | --- | --- | --- | --- | --- | --- |
   | gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00 | **1.50** |  |  | 1 |
   """
   main, *others = _devices(records)
-  lines = [f'On one {main}{", where a row names no other" if others else ""}:', '']
   head = ('activation, sizes', 'method', 'sparse, ms', 'dense, ms', 'times faster')
   head += ('dense FP8, ms', 'than that', 'processes')
-  lines += [f'| {" | ".join(head)} |', '|---' * len(head) + '|']
+  rows = []
   for device in (main, *others):
     where = '' if device == main else f', {device}'
-    lines += [_row(many, where) for many in by_process(r for r in records if r.get('device') == device)]
-  return '\n'.join(lines)
+    rows += [_row(many, where) for many in by_process(r for r in records if r.get('device') == device)]
+  return f'On one {main}{", where a row names no other" if others else ""}:\n\n{tables.markdown(head, rows)}'
 
 
-def _row(many: Sequence[Record], where: str) -> str:
-  record, shape = many[0], many[0]['shape']
+def _row(many: Sequence[Record], where: str) -> list[Any]:
+  record = many[0]
 
   def ms(twin: str) -> str:
     twins = [r['baselines'][twin]['median_ms'] for r in many if twin in r['baselines']]
@@ -160,12 +162,11 @@ def _row(many: Sequence[Record], where: str) -> str:
 
   times, over_fp8 = (spread(lower(r).get(twin) for r in many) for twin in ('dense', 'dense_fp8'))
   median, _, rest = times.partition(' ')
-  what = f'{record["activation"]}, {" x ".join(str(shape[size]) for size in ("tokens", "d", "hidden"))}{where}'
-  cells = (
+  what = f'{record["activation"]}, {sizes(record, "tokens", "d", "hidden")}{where}'
+  return [
     what, _method(record), f'{statistics.median(r["median_ms"] for r in many):.2f}',
     ms('dense'), f'**{median}** {rest}'.strip(), ms('dense_fp8'), over_fp8, len(many),
-  )  # fmt: skip
-  return f'| {" | ".join(map(str, cells))} |'
+  ]  # fmt: skip
 
 
 def _method(record: Record) -> str:
@@ -174,7 +175,7 @@ def _method(record: Record) -> str:
 
 
 def _published(record: Record) -> bool:
-  return 'pattern' not in record or (record.get('token_pattern'), record.get('dense_features')) == (None, 0.05)
+  return 'pattern' not in record or pattern(record) == record['pattern']
 
 
 def _devices(records: Sequence[Record]) -> list[Any]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from experiments.reports import tables
+
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
   """A row a style, a column a rate: the final losses, seed by seed.
@@ -24,4 +26,4 @@ def markdown(records: Iterable[Mapping[str, Any]]) -> str:
     [positions, 'yes' if normalised else 'no', *(', '.join(losses.get(rate, [])) for rate in rates)]
     for (positions, normalised), losses in found.items()
   ]
-  return '\n'.join(f'| {" | ".join(line)} |' for line in [head, ['---'] * len(head), *rows])
+  return tables.markdown(head, rows)

@@ -1,13 +1,13 @@
 """A table of the papers' tasks from their records: losses, differences to dense, and what each task measures beside."""
 
 from collections.abc import Mapping, Sequence
-import json
 from typing import Any
 
 import numpy as np
 
-from experiments.reports import provenance
+from experiments.reports import provenance, tables
 from experiments.reports.claims import half_width
+from experiments.runs import json_lines
 
 # What a row says of the file that it is of.
 FILES: Mapping[str, str] = {
@@ -26,14 +26,12 @@ _NAMES = {'accuracy': 'accuracy', 'bleu': 'BLEU', 'exact': 'exact'}
 
 def markdown() -> str:
   """The table of all files that there are."""
-  lines = [
-    '| task | method | steps | seeds | validation loss, 95% interval | minus dense | measure |',
-    '| --- | --- | --- | --- | --- | --- | --- |',
-  ]
+  made = []
   for file, title in FILES.items():
     if (path := provenance.RESULTS / file).exists():
-      lines += [f'| {" | ".join(row)} |' for row in rows(title, list(map(json.loads, path.read_text().splitlines())))]
-  return '\n'.join(lines)
+      made += rows(title, json_lines.read(path))
+  head = ['task', 'method', 'steps', 'seeds', 'validation loss, 95% interval', 'minus dense', 'measure']
+  return tables.markdown(head, made)
 
 
 def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -28,6 +28,11 @@ def environment() -> dict[str, Any]:
   }
 
 
+def head() -> dict[str, Any]:
+  """What a record of runs says of where it was made."""
+  return without_folders(environment())
+
+
 def commit() -> str | None:
   """Commit of the source, with '-dirty' after it when tracked files differ; None where it is not a git checkout.
 

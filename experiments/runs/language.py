@@ -15,8 +15,8 @@ from experiments.runs.models.layers import cross_entropy
 from experiments.runs.tasks import decoding
 from experiments.runs.tasks.language import NEXT_TOKEN
 
-# Questions made of held-out text: the share of the sequence that is context.
-_CONTEXT = 0.5
+# Questions made of held-out text: the share of the sequence that is context, and how many pieces may follow.
+_CONTEXT, _CHOICES = 0.5, 4
 _ROWS = 64
 
 
@@ -145,14 +145,14 @@ def read_items(path: str | Path, tokenizer: Any) -> list[Item]:
   return items
 
 
-def held_out_items(data: Any, count: int, *, choices: int = 4) -> Iterator[Item]:
-  """Questions of held-out text: which of several pieces follows what is shown; the others are from elsewhere."""
+def held_out_items(data: Any, count: int) -> Iterator[Item]:
+  """Questions of held-out text: which of four pieces follows what is shown; the others are from elsewhere."""
   windows = np.concatenate([batch['inputs'] for batch in data.validation()])
   cut = max(1, round(windows.shape[1] * _CONTEXT))
   rng = np.random.default_rng(0)
   for i in range(count):
     # Not the same piece twice, even of a set that is small.
-    here, *others = rng.choice(len(windows), choices, replace=False)
-    answer = i % choices
+    here, *others = rng.choice(len(windows), _CHOICES, replace=False)
+    answer = i % _CHOICES
     pieces = [windows[j, cut:] for j in others]
     yield Item(windows[here, :cut], (*pieces[:answer], windows[here, cut:], *pieces[answer:]), answer)

@@ -15,9 +15,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from experiments.runs import hosts
+from experiments.runs import hosts, terminal
 from experiments.runs.experiment import Config
 from experiments.runs.models import layers
 import sparse24_jax as s24
@@ -137,10 +136,9 @@ def show(rows: Sequence[WeightRow]) -> None:
   """Prints how the sparse weights are split over the mesh."""
   if not hosts.first() or not rows:
     return
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('weight', 'shape', 'split', 'a shard', 'groups of four'):
-    table.add_column(head)
+  shown = []
   for row in rows:
     shape, shard = (' x '.join(map(str, sizes)) for sizes in (row.shape, row.shard))
-    table.add_row(row.path, shape, row.spec, shard, row.verdict)
-  Console(highlight=False).print(table)
+    shown.append((row.path, shape, row.spec, shard, row.verdict))
+  head = ('weight', 'shape', 'split', 'a shard', 'groups of four')
+  Console(highlight=False).print(terminal.table(head, shown))

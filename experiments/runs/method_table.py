@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from experiments.runs.recipes import FFN, FFN_DOWN, LINEAR
+from experiments.runs.recipes import as_published, DENSE_SHARE, FFN, FFN_DOWN, LINEAR, MORE_DENSE, TWO_OF_FOUR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,7 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2'}
-_TWO_OF_FOUR = {'tokens': '2:4', 'dense_features': 0.0}
-_OF_EACH_TOKEN = {'features': '2:4', 'dense_features': 0.05}
+_OF_EACH_TOKEN = {'features': '2:4', 'dense_features': DENSE_SHARE}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
 
@@ -51,9 +50,9 @@ def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -
 
   `half` of the steps are sparse or, as the recipe has it, 70%.
   """
-  label = ', '.join(filter(None, [f'neuron level, {v}:2:{m}', what, 'half of the steps' if half else '']))
-  policy = {'features': f'{v}:2:{m}', 'tokens': f'{v}:2:{m}', 'dense_features': 0.05, **policy}
-  kwargs = {'policy': policy, **({'dense_fraction': 0.4} if half else {})}
+  pattern = f'{v}:2:{m}'
+  label = ', '.join(filter(None, [f'neuron level, {pattern}', what, 'half of the steps' if half else '']))
+  kwargs = {'policy': as_published(pattern, **policy), **({'dense_fraction': 0.4} if half else {})}
   return Method(label, 'neuron_level', kwargs, _BY_POSITION, dense_from='projected')
 
 
@@ -173,19 +172,19 @@ METHODS: Mapping[str, Method] = {
   'neuron_level': _vnm(16, 8),
   'neuron_level_even': _vnm(16, 8, half=True),
   # Four times as many neurons whose weight gradients see every token.
-  'neuron_level_dense_neurons': _vnm(16, 8, '20% dense neurons', half=True, dense_features=0.2),
+  'neuron_level_dense_neurons': _vnm(16, 8, '20% dense neurons', half=True, **MORE_DENSE),
   # Weight gradients see the two largest of four neighbouring tokens, and so nearly all that the forward kept.
-  'neuron_level_two_of_four_tokens': _vnm(16, 8, '2:4 along tokens', **_TWO_OF_FOUR),
-  'neuron_level_two_of_four_tokens_even': _vnm(16, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
+  'neuron_level_two_of_four_tokens': _vnm(16, 8, '2:4 along tokens', **TWO_OF_FOUR),
+  'neuron_level_two_of_four_tokens_even': _vnm(16, 8, '2:4 along tokens', half=True, **TWO_OF_FOUR),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
   'neuron_level_64': _vnm(64, 8, half=True),
-  'neuron_level_64_two_of_four_tokens': _vnm(64, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
+  'neuron_level_64_two_of_four_tokens': _vnm(64, 8, '2:4 along tokens', half=True, **TWO_OF_FOUR),
   # These need 128 sequences in a step, or a block would hold tokens of two positions.
   'neuron_level_128': _vnm(128, 8, half=True),
-  'neuron_level_128_dense_neurons': _vnm(128, 8, '20% dense neurons', half=True, dense_features=0.2),
-  'neuron_level_128_two_of_four_tokens': _vnm(128, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
+  'neuron_level_128_dense_neurons': _vnm(128, 8, '20% dense neurons', half=True, **MORE_DENSE),
+  'neuron_level_128_two_of_four_tokens': _vnm(128, 8, '2:4 along tokens', half=True, **TWO_OF_FOUR),
   'neuron_level_128_16': _vnm(128, 16, half=True),
-  'neuron_level_128_16_two_of_four_tokens': _vnm(128, 16, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
+  'neuron_level_128_16_two_of_four_tokens': _vnm(128, 16, '2:4 along tokens', half=True, **TWO_OF_FOUR),
   # Tokens are routed among those of one position, a step's sequences.
   'neuron_level_clusters': _vnm(16, 8, 'clusters and router', half=True, clusters={'number': 4, 'within': 16}),
   'neuron_level_24': Method(
@@ -206,7 +205,7 @@ METHODS: Mapping[str, Method] = {
   'neuron_level_along': Method(
     'neuron level, 16:2:8 along sequences',
     'neuron_level',
-    {'policy': {'features': '16:2:8', 'tokens': '16:2:8', 'dense_features': 0.05}},
+    {'policy': as_published('16:2:8')},
     _SQUARED_RELU,
     dense_from='projected',
   ),

@@ -109,7 +109,7 @@ def _tell(folder: Path, told: set[Path], start: float) -> None:
     )
 
 
-def _tail(log: Path, lines: int = 6, width: int = 400) -> str:
+def _tail(log: Path) -> str:
   if not log.exists():
     return '  (none)'
-  return '\n'.join(f'  {line[:width]}' for line in log.read_text().splitlines()[-lines:])
+  return '\n'.join(f'  {line[:400]}' for line in log.read_text().splitlines()[-6:])

@@ -29,6 +29,13 @@ SET_FOR_DENSE = {
 }
 
 
+def require_decay(config: Config) -> None:
+  """Raises ValueError for an experiment whose recipe has no masked decay to tune."""
+  make = getattr(s24.recipes, config.recipe.name, None)
+  if make is None or 'masked_decay' not in inspect.signature(make).parameters:
+    raise ValueError(f'recipe {config.recipe.name!r} takes no masked_decay; set recipe.name=transposable_srste')
+
+
 def warmup_flip_rate(config: Config, decay: float | None, *, steps: int, last: int, data: Any = None) -> float:
   """Trains for the warm-up and returns the mean flip rate of its end.
 
@@ -74,9 +81,7 @@ def tune(
   Raises:
     ValueError: a recipe without masked decay, or what `tune_masked_decay` refuses.
   """
-  make = getattr(s24.recipes, config.recipe.name, None)
-  if make is None or 'masked_decay' not in inspect.signature(make).parameters:
-    raise ValueError(f'recipe {config.recipe.name!r} takes no masked_decay; set recipe.name=transposable_srste')
+  require_decay(config)
   steps = steps or max(config.optimizer.warmup_steps, 10 * config.recipe.kwargs.get('refresh_every', 40))
   # Single steps vary by a tenth or more; a quarter of the run averages that out.
   last = max(1, steps // 4)

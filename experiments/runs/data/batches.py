@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import dataclasses
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -215,3 +216,12 @@ def needs_packages():
     yield
   except ImportError as e:
     raise DataError(f"a package of the experiments is missing ({e}): pip install -e '.[experiments]'") from e
+
+
+def online_set(name: str, root: pathlib.Path) -> Any:
+  """The builder, whose types the decorators of TFDS defeat, of a set that was prepared; see `find_online_set`."""
+  with needs_packages():
+    import tensorflow_datasets as tfds
+
+    from experiments.runs.data import sparse24_lm
+  return tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.runs.data import packages, storage
-from experiments.runs.data.batches import DataConfig, needs_packages
+from experiments.runs.data.batches import DataConfig, needs_packages, online_set
 from experiments.runs.data.folders import listing_digest
 from experiments.runs.data.units import DataError
 
@@ -161,11 +161,7 @@ class _Prepared(Sequence):
 
 
 def _of_tfds(name: str, root: pathlib.Path) -> Images:
-  with needs_packages():
-    import tensorflow_datasets as tfds
-
-    from experiments.runs.data import sparse24_lm
-  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))  # TFDS' decorators defeat types
+  builder = online_set(name, root)
   features = builder.info.features
   if not features or not {'image', 'label'} <= set(features):
     raise DataError(f'{name} has no images with labels, but {", ".join(features or ("nothing",))}')

@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.runs.data import packages, storage
 from experiments.runs.data import tokenizer as tokenizer_lib
-from experiments.runs.data.batches import DataConfig, needs_packages
+from experiments.runs.data.batches import DataConfig, online_set
 from experiments.runs.data.units import DataError
 
 # (text, second text or '', class)
@@ -138,11 +138,7 @@ def _read_jsonl(file: pathlib.Path) -> Iterator[Example]:
 
 
 def _of_tfds(name: str, root: pathlib.Path) -> dict[str, list[Example]]:
-  with needs_packages():
-    import tensorflow_datasets as tfds
-
-    from experiments.runs.data import sparse24_lm
-  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
+  builder = online_set(name, root)
   held_out = 'validation_matched' if name == 'glue/mnli' else 'validation'
 
   def examples(split: str) -> Iterator[Example]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from experiments.runs.data import packages, storage
 from experiments.runs.data import tokenizer as tokenizer_lib
-from experiments.runs.data.batches import DataConfig, needs_packages
+from experiments.runs.data.batches import DataConfig, online_set
 from experiments.runs.data.folders import listing_digest
 from experiments.runs.data.units import DataError, HOLD_OUT
 
@@ -172,11 +172,7 @@ def _strings(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _of_tfds(name: str, root: pathlib.Path) -> Iterator[Pair]:
-  with needs_packages():
-    import tensorflow_datasets as tfds
-
-    from experiments.runs.data import sparse24_lm
-  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
+  builder = online_set(name, root)
   if not builder.info.features or not {'en', 'de'} <= set(builder.info.features):
     raise DataError(f'{name} is not of English and German')
   source = builder.as_data_source('train')

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from experiments.runs.models.gpt2 import Block, embed_tokens, enter_stream, GPT2Config, layer_norm
 from experiments.runs.models.gpt2 import SIZES as GPT2_SIZES
-from experiments.runs.models.layers import INIT_STD, run_blocks
+from experiments.runs.models.layers import INIT_STD, run_blocks, sized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,7 @@ def make_vit_config(size: str, **overrides: Any) -> ViTConfig:
   >>> make_vit_config('small', classes=1000, image_size=224, channels=3).hidden_dim
   1536
   """
-  if size not in VIT_SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(VIT_SIZES)}')
-  return ViTConfig(**{**VIT_SIZES[size], **overrides})
+  return sized(ViTConfig, VIT_SIZES, size, **overrides)
 
 
 class ViT(nn.Module):
@@ -129,9 +127,7 @@ class TextClassifierConfig(GPT2Config):
 
 def make_text_config(size: str, **overrides: Any) -> TextClassifierConfig:
   """Returns the configuration of a named size of `gpt2`; ValueError for one that is not known."""
-  if size not in GPT2_SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(GPT2_SIZES)}')
-  return TextClassifierConfig(**{**GPT2_SIZES[size], **overrides})
+  return sized(TextClassifierConfig, GPT2_SIZES, size, **overrides)
 
 
 class TextClassifier(nn.Module):

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, unembed
+from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, sized, unembed
 
 LAYER_NORM_EPSILON = 1e-5
 _ROPE_THETA = 10_000.0
@@ -130,9 +130,7 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> GPT2Config:
   >>> make_config('124m', vocab_size=50304).hidden_dim
   3072
   """
-  if size not in SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
-  return GPT2Config(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
+  return sized(GPT2Config, SIZES, size, vocab_size=vocab_size, **overrides)
 
 
 def layer_norm(config: GPT2Config, name: str) -> nn.LayerNorm:
@@ -230,13 +228,13 @@ def embedding(config: GPT2Config, rows: int, name: str, *, std: float = INIT_STD
   return nn.Embed(rows, config.embed_dim, dtype=dtype, param_dtype=dtype, embedding_init=init, name=name)
 
 
-def enter_stream(config: GPT2Config, deterministic: bool, x_BxTxD: jax.Array, name: str = 'wpe') -> jax.Array:
+def enter_stream(config: GPT2Config, deterministic: bool, x_BxTxD: jax.Array) -> jax.Array:
   """The residual stream: embedded positions are added, if they are learnt, and dropout and dtype are the model's."""
   length = x_BxTxD.shape[1]
   if length > config.seq_len:
     raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {config.seq_len}')
   if config.positions == 'learnt':
-    x_BxTxD += embedding(config, config.seq_len, name)(jnp.arange(length))[None]
+    x_BxTxD += embedding(config, config.seq_len, 'wpe')(jnp.arange(length))[None]
   if config.scale_embeddings:
     x_BxTxD = math.sqrt(config.embed_dim) * x_BxTxD
   x_BxTxD = x_BxTxD.astype(config.residual_dtype or config.dtype)

@@ -1,6 +1,6 @@
 """Layers of the models here; `config` is that of any of them. Tensor names carry shapes, see `gpt2`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import contextvars
 import functools
@@ -16,6 +16,15 @@ from sparse24_jax.attention import check_attention
 
 INIT_STD = 0.02
 _rows: contextvars.ContextVar[jax.sharding.Sharding | None] = contextvars.ContextVar('rows', default=None)
+
+
+def sized[Config](
+  kind: Callable[..., Config], sizes: Mapping[str, Mapping[str, int]], size: str, /, **fields: Any
+) -> Config:
+  """The configuration of a named size but for `fields`; ValueError for one that is not known."""
+  if size not in sizes:
+    raise ValueError(f'size is {size!r}; known: {", ".join(sizes)}')
+  return kind(**{**sizes[size], **fields})
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, unembed
+from experiments.runs.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, sized, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,7 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> LlamaConfig:
   >>> make_config('3b', vocab_size=32000).head_dim
   128
   """
-  if size not in SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
-  return LlamaConfig(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
+  return sized(LlamaConfig, SIZES, size, vocab_size=vocab_size, **overrides)
 
 
 def rms_norm(config: LlamaConfig, name: str) -> nn.RMSNorm:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.runs.models.gpt2 import Attention, Block, embedding, enter_stream, GPT2Config, layer_norm, MLP
-from experiments.runs.models.layers import attend, dense, run_blocks, unembed
+from experiments.runs.models.layers import attend, dense, run_blocks, sized, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,7 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> TranslatorCo
   >>> make_config('base', vocab_size=32000).hidden_dim
   2048
   """
-  if size not in SIZES:
-    raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
-  return TranslatorConfig(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
+  return sized(TranslatorConfig, SIZES, size, vocab_size=vocab_size, **overrides)
 
 
 class CrossAttention(nn.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.runs.method_table import METHODS
 from experiments.runs.models import gpt2
-from experiments.runs.recipes import FFN, FFN_DOWN, LINEAR, recipe_of, with_implementation
+from experiments.runs.recipes import as_published, FFN, FFN_DOWN, LINEAR, recipe_of, TWO_OF_FOUR, with_implementation
 import sparse24_jax as s24
 
 # Steps of a run whose length does not matter.
@@ -134,7 +134,7 @@ def neuron_level(label: str, *, features: str = '64:2:8', **policy: Any) -> Cont
   the kernels by name: no GPU's records have V:N:M matmuls near a width of 768, so that the library would multiply dense
   masked ones there, and a race would time the masks.
   """
-  policy = {'features': features, 'tokens': '2:4', 'dense_features': 0.0, 'implementation': 'sparse', **policy}
+  policy = as_published(features, **{**TWO_OF_FOUR, 'implementation': 'sparse', **policy})
   return Contender(
     label=f'neuron level, {features}, {label}', recipe='neuron_level', kwargs={'policy': policy},
     model={'mlp': 'relu2', 'ffn_order': 'position'}, dense_from='projected',
@@ -244,7 +244,7 @@ CONTENDERS: Mapping[str, Contender] = {
   'half_ffn_relu2': of('dense_relu2', 'FFN half as wide', model=_HALF),
   'neuron_level': neuron_level('two of four tokens'),
   'neuron_level_128': neuron_level('two of four tokens', features='128:2:8'),
-  'neuron_level_published': neuron_level('as published', tokens='64:2:8', dense_features=0.05),
+  'neuron_level_published': neuron_level('as published', **as_published('64:2:8')),
   # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.
   'fst_plain': of('fst', 'plain op', plain=True),
   's_ste_fp8_plain': of('s_ste_fp8', 'plain op', plain=True),

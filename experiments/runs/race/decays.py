@@ -6,20 +6,15 @@ a line, with its flip rates; the same command given again goes on after those th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import inspect
-import json
 import math
 from pathlib import Path
-import statistics
 from typing import Any, NamedTuple
 
-from experiments.runs import records
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import environment, json_lines, records, tune_decay
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
 from experiments.runs.race import tuned
-from experiments.runs.race.search import Trial
-import sparse24_jax as s24
+from experiments.runs.race.search import mean_losses, Trial
 
 # Factors of about three, from those of the released scripts (300,000 steps) to what runs of a few hundred steps want.
 CANDIDATES = (0.0, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
@@ -86,13 +81,11 @@ def search(
     ValueError: no candidates or seeds, a recipe without masked decay, or what `shorten` and `tuned.read_records`
       refuse.
   """
-  make = getattr(s24.recipes, config.recipe.name, None)
-  if make is None or 'masked_decay' not in inspect.signature(make).parameters:
-    raise ValueError(f'recipe {config.recipe.name!r} takes no masked_decay; set recipe.name=transposable_srste')
+  tune_decay.require_decay(config)
   candidates = sorted(set(candidates))
   if not candidates or not seeds or not all(math.isfinite(decay) and decay >= 0 for decay in candidates):
     raise ValueError(f'candidates={candidates}, seeds={list(seeds)}: give factors of zero or more, and a seed')
-  base, head = shorten(config, share), without_folders(environment())
+  base, head = shorten(config, share), environment.head()
   results.parent.mkdir(parents=True, exist_ok=True)
   own = {'bench': 'decay', 'experiment': config.name, 'text': tuned.text_of(base, data)}
   found = tuned.read_records(results, own['text'])
@@ -110,8 +103,7 @@ def search(
         steps, rates = records.read_run(path).flip_curve()
         curve = [[int(step), float(rate)] for step, rate in zip(steps, rates, strict=True)]
         record |= {**own, 'contender': config.method, 'flip_rates': curve}
-        with results.open('a') as file:
-          file.write(json.dumps(record) + '\n')
+        json_lines.append(results, record)
         print(f'  decay {decay:<8g} seed {seed}: loss {_said(record["loss"])} after {run.steps} steps', flush=True)
       mine.append(record)
   return choose(mine)
@@ -123,10 +115,7 @@ def choose(found: Sequence[Mapping[str, Any]]) -> Choice:
   >>> choose([{'decay': d, 'loss': loss} for d, loss in ((0.0, 1.2), (2e-3, 1.0), (6e-3, 1.002), (2e-2, None))])
   Choice(decay=0.002, reason='the lowest loss, 1.0000; as good within 0.5%: 0.006', losses={...})
   """
-  each: dict[float, list[float]] = {}
-  for record in found:
-    each.setdefault(record['decay'], []).append(math.inf if record['loss'] is None else record['loss'])
-  losses = {decay: statistics.fmean(own) for decay, own in each.items()}
+  losses = mean_losses(found, lambda record: record['decay'])
   best = min(losses, key=lambda decay: losses[decay])
   if math.isinf(losses[best]):
     return Choice(best, 'all diverged: lower optimizer.peak_lr', losses)

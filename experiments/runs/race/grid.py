@@ -7,33 +7,27 @@ side, see `population`. Records are written as a population ends; the same comma
 """
 
 from collections.abc import Mapping, Sequence
-import json
 import math
 from pathlib import Path
-import statistics
 import time
 from typing import Any
 
 import numpy as np
 
-from experiments.runs import method_table, methods
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import environment, json_lines, method_table, methods
 from experiments.runs.experiment import Config
 from experiments.runs.race import decays, tuned
 from experiments.runs.race.population import Outcome, Population
-from experiments.runs.race.search import Trial
+from experiments.runs.race.search import mean_losses, Trial
 
 
-def settings(
-  config: Config, rates: Sequence[float], factors: Sequence[float], trials: int = 0
-) -> list[tuple[float, float]]:
+def settings(config: Config, rates: Sequence[float], factors: Sequence[float]) -> list[tuple[float, float]]:
   """(rate, decay) of the trials of a method.
 
   Args:
     config: of the method.
     rates: of the grid; a method without a decay has as many trials, evenly spread in logarithms between the ends.
     factors: of the decay that the method has.
-    trials: of such a method; 0 is as many as the others have.
 
   >>> from experiments.runs import experiment, methods
   >>> [s24_fst, dense] = [methods.configure(experiment.load_config('nano'), name, 0) for name in ('fst', 'dense')]
@@ -45,7 +39,7 @@ def settings(
   decay = config.recipe.kwargs.get('masked_decay')
   if decay:
     return [(rate, float(f'{decay * factor:.4g}')) for rate in rates for factor in factors]
-  count = trials or len(rates) * len(factors)
+  count = len(rates) * len(factors)
   found = np.geomspace(min(rates), max(rates), count) if count > 1 else rates[:1]
   return [(float(f'{rate:.4g}'), 0.0) for rate in found]
 
@@ -104,7 +98,7 @@ class Grid:
     self.settings = {name: settings(config, rates, factors) for name, config in configs.items()}
     self.configs = {name: decays.shorten(config, share) if share < 1 else config for name, config in configs.items()}
     self.search, self.seeds = tuple(search), tuple(seeds)
-    self.head = without_folders(environment())
+    self.head = environment.head()
     self.text = tuned.text_of(next(iter(self.configs.values())), data)
     self.records = tuned.read_records(results, self.text)
 
@@ -136,8 +130,7 @@ class Grid:
       made = [
         self._record(name, trial, outcome, len(some), seconds) for trial, outcome in zip(some, outcomes, strict=True)
       ]
-      with self.results.open('a') as file:
-        file.writelines(json.dumps(record) + '\n' for record in made)
+      json_lines.append(self.results, *made)
       found |= dict(zip(some, made, strict=True))
     self.records += [found[trial] for trial in missing]
     return [found[trial] for trial in trials]
@@ -169,11 +162,7 @@ class Grid:
 
 def choose(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
   """Rate and decay of the lowest mean loss; a setting of which a run diverged comes last."""
-  losses: dict[tuple[float, float], list[float]] = {}
-  for record in records:
-    losses.setdefault((record['rate'], record['decay']), []).append(
-      math.inf if record['loss'] is None else record['loss']
-    )
-  return min(losses, key=lambda setting: (statistics.fmean(losses[setting]), setting))
+  losses = mean_losses(records, lambda record: (record['rate'], record['decay']))
+  return min(losses, key=lambda setting: (losses[setting], setting))
 
 

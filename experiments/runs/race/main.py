@@ -15,8 +15,6 @@ start a process on each, with CUDA_VISIBLE_DEVICES, contenders and a FILE of its
 import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
-import math
 import os
 from pathlib import Path
 import queue
@@ -27,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.runs import environment, json_lines
 from experiments.runs.data import packing
-from experiments.runs.environment import environment, without_folders
 from experiments.runs.models import gpt2
 from experiments.runs.models.layers import param_count
 from experiments.runs.race import trials
@@ -43,7 +41,7 @@ from experiments.runs.race.contenders import (
   STYLES,
 )
 from experiments.runs.race.programs import Programs
-from experiments.runs.race.search import Budget, next_trial, Trial
+from experiments.runs.race.search import Budget, next_trial, or_inf, Trial
 
 
 class Race:
@@ -56,7 +54,7 @@ class Race:
   def __init__(self, options: argparse.Namespace):
     self.options = options
     self.end = time.monotonic() + 60 * options.minutes
-    self.head = without_folders(environment())
+    self.head = environment.head()
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
     highest = int(max(train.max(initial=0), validation.max(initial=0)))
@@ -218,7 +216,7 @@ class Race:
       'parameters': param_count(programs.shapes.params), 'shape': shape, 'scan_layers': config.scan_layers,
       'remat': config.remat, 'compile_s': self.compile_s[name], 'temporaries_gb': memory, **found,
     }  # fmt: skip
-    self._write({'bench': 'race_clock', **self.head, **self._who(name), **self.clocked[name]})
+    json_lines.append(self.options.out, {'bench': 'race_clock', **self.head, **self._who(name), **self.clocked[name]})
     self._say(f'{name}: {found["step_ms"]:.2f} ms a step {found["phases_ms"]}, temporaries {memory} GB')
 
   def _trial(self, name: str, trial: Trial) -> None:
@@ -228,9 +226,9 @@ class Race:
       self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms,
       evaluations=self.options.evaluations,
     )
-    self.done[name][trial] = math.inf if found['loss'] is None else found['loss']
+    self.done[name][trial] = or_inf(found['loss'])
     clocked = {key: self.clocked[name][key] for key in ('parameters', 'shape', 'step_ms')}
-    self._write({
+    json_lines.append(self.options.out, {
       'bench': 'race', **self.head, **self._who(name), **clocked, **dataclasses.asdict(trial), 'steps': steps, **found,
     })  # fmt: skip
     norms = [row[3] for row in found['train']]
@@ -242,17 +240,12 @@ class Race:
   def _who(self, name: str) -> dict[str, Any]:
     return {'contender': name, 'title': CONTENDERS[name].label, 'dense_phase': CONTENDERS[name].dense_phase}
 
-  def _write(self, record: Mapping[str, Any]) -> None:
-    with self.options.out.open('a') as file:
-      file.write(json.dumps(record) + '\n')
-
   def _resume(self) -> None:
     if not self.options.out.exists():
       self.options.out.parent.mkdir(parents=True, exist_ok=True)
       return
     others = 0
-    for line in self.options.out.read_text().splitlines():
-      record = json.loads(line)
+    for record in json_lines.read(self.options.out):
       if record['bench'] != 'race':
         continue
       today = CONTENDERS.get(record['contender'])
@@ -260,7 +253,7 @@ class Race:
         others += 1
       elif record['contender'] in self.done:
         trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
-        self.done[record['contender']][trial] = record['loss'] if record['loss'] is not None else math.inf
+        self.done[record['contender']][trial] = or_inf(record['loss'])
     if others:
       what = ', '.join([*self.same, 'dense_phase'])
       self._say(f'{self.options.out}: {others} trials of other races (another of {what}) do not count')

@@ -1,8 +1,10 @@
 """Which trial comes next: a search of rate and decay with as many trials for all, then the winner with other seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 import dataclasses
 import math
+import statistics
+from typing import Any
 
 # A whole step of the search multiplies a rate, and a decay, by these; the last steps are a quarter of it.
 _FACTORS = (2.0, 3.0)
@@ -44,6 +46,25 @@ class Budget:
   def __post_init__(self):
     if self.trials < 1:
       raise ValueError(f'trials={self.trials}: a search has one at least')
+
+
+def or_inf(loss: float | None) -> float:
+  """A loss of a record; infinite where the run had diverged, of which a record has none."""
+  return math.inf if loss is None else loss
+
+
+def mean_losses[Setting: Hashable](
+  records: Iterable[Mapping[str, Any]], setting: Callable[[Mapping[str, Any]], Setting]
+) -> dict[Setting, float]:
+  """Final loss by setting, the mean over the records that have it; infinite where one of them diverged.
+
+  >>> mean_losses([{'rate': 1.0, 'loss': loss} for loss in (1.5, 2.5)], lambda record: record['rate'])
+  {1.0: 2.0}
+  """
+  found: dict[Setting, list[float]] = {}
+  for record in records:
+    found.setdefault(setting(record), []).append(or_inf(record['loss']))
+  return {each: statistics.fmean(losses) for each, losses in found.items()}
 
 
 def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Trial | None:

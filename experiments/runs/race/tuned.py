@@ -10,15 +10,13 @@ Cost of nano with five methods, six trials and five seeds: 50 runs of one to two
 
 from collections.abc import Mapping, Sequence
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import build, method_table, methods, records, train
-from experiments.runs.environment import environment, without_folders
+from experiments.runs import build, environment, json_lines, method_table, methods, records, train
 from experiments.runs.experiment import Config
 from experiments.runs.programs import Programs
-from experiments.runs.race.search import Budget, next_trial, Trial
+from experiments.runs.race.search import Budget, next_trial, or_inf, Trial
 
 
 def first_trial(config: Config, seed: int) -> Trial:
@@ -58,7 +56,7 @@ def read_records(results: Path, text: str) -> list[dict[str, Any]]:
   Raises:
     ValueError: some are of another text, or do not say of which: a table would compare their losses.
   """
-  found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+  found = json_lines.read(results) if results.exists() else []
   for others, fault in (
     ([r for r in found if 'text' not in r], 'lack text, which says what was read'),
     ([r for r in found if r.get('text') != text], f'are of another text than {text}'),
@@ -134,7 +132,7 @@ class Comparison:
     self.configs = {name: methods.configure(base, name, seeds[0]) for name in method_table.expand(names)}
     self.firsts = {name: first_trial(config, seeds[0]) for name, config in self.configs.items()}
     self.budget = Budget(trials, tuple((seed, 1.0) for seed in seeds[1:]))
-    self.head = without_folders(environment())
+    self.head = environment.head()
     # The last programs of each method: trials that differ in seeds share them.
     self.programs: dict[str, tuple[tuple[float, float], list[Programs]]] = {}
     self.text = text_of(next(iter(self.configs.values())), data)
@@ -154,7 +152,7 @@ class Comparison:
     return self.folder / configure(self.configs[name], trial).name
 
   def _done(self, name: str) -> dict[Trial, float]:
-    return {_trial(r): math.inf if r['loss'] is None else r['loss'] for r in self.records if r['contender'] == name}
+    return {_trial(r): or_inf(r['loss']) for r in self.records if r['contender'] == name}
 
   def _next(self, name: str) -> Trial | None:
     return next_trial(self._done(name), self.firsts[name], self.budget)
@@ -173,8 +171,7 @@ class Comparison:
       ),
       'equal_steps': self.steps,  # of the comparison, of which a method may have a share
     }  # fmt: skip
-    with self.results.open('a') as file:
-      file.write(json.dumps(record) + '\n')
+    json_lines.append(self.results, record)
     self.records.append(record)
 
   def _is_ours(self, record: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from absl.testing import absltest, parameterized
 import pytest
 
 from experiments.bench import __main__ as bench
+from experiments.runs import json_lines
 
 # Stands for a benchmark: appends its first argument as a record, prints the second, does the third.
 PROGRAM = """
@@ -103,13 +104,13 @@ class RunTest(parameterized.TestCase):
     order = [line.partition(':')[0] for line in printed.splitlines()]
     self.assertEqual(order, ['a-0', 'b-0', 'check', 'b-1', 'a-1', 'a-2', 'b-2'])
     for process in range(3):
-      self.assertEqual(bench._read(self.folder / f'a-{process}.jsonl'), [{'bench': 'a', 'process': process}])
+      self.assertEqual(json_lines.read(self.folder / f'a-{process}.jsonl'), [{'bench': 'a', 'process': process}])
     self.assertEqual((self.folder / 'check.jsonl').read_text(), '{}\n')
     self.assertEqual(self.run_with(measurements)[1].count('finished before'), 7)
 
   def test_what_a_process_wrote_before_it_failed_says_its_process(self):
     self.run_with({'a': measured({'bench': 'a'}, then='sys.exit(1)', processes=2)})
-    self.assertEqual(bench._read(self.folder / 'a-1.jsonl'), [{'bench': 'a', 'process': 1}])
+    self.assertEqual(json_lines.read(self.folder / 'a-1.jsonl'), [{'bench': 'a', 'process': 1}])
 
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
   @pytest.mark.few

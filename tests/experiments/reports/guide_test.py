@@ -16,7 +16,7 @@ import optax
 
 from experiments import __main__ as cli
 from experiments import arguments
-from experiments.reports import best_steps, evidence, guide, guide_code
+from experiments.reports import best_steps, evidence, guide, guide_code, provenance
 from experiments.reports import race_table as table
 from experiments.runs.race import decays, programs, trials
 from experiments.runs.race.contenders import CONTENDERS
@@ -393,7 +393,7 @@ class CodeTest(parameterized.TestCase):
 
   def test_the_optimizer_is_that_of_the_comparisons(self):
     for name in evidence.COMPARISONS:
-      record = json.loads((evidence.RESULTS / name).read_text().partition('\n')[0])
+      record = json.loads((provenance.RESULTS / name).read_text().partition('\n')[0])
       its = record.get('optimizer', {'b1': 0.9, 'b2': 0.95, 'eps': 1e-8, 'clip': 1.0, 'weight_decay': 0.1})
       self.assertEqual((its['b1'], its['b2'], its['eps']), (programs.B1, programs.B2, programs.EPS))
       self.assertEqual((its['clip'], its['weight_decay']), (programs.CLIP, programs.WEIGHT_DECAY))

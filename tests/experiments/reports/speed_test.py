@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 from absl.testing import absltest, parameterized
 
-from experiments.reports import charts, speed
+from experiments.reports import charts, provenance, speed
 
 KINDS = {'GEMM sparse': 2.0, 'GEMM dense': 1.0, 'other': 0.0}
 RECORD = {
@@ -30,7 +30,7 @@ class SpeedTest(parameterized.TestCase):
 
   def test_the_lower_of_bursts_and_trace_is_shown(self):
     """A committed H200 block has 2.08 in bursts and 1.89 traced; a block that was not traced is not shown."""
-    records = speed.load(speed.RESULTS.glob('*.jsonl'))
+    records = speed.load(provenance.RESULTS.glob('*.jsonl'))
     for change, count in (({}, 1), ({'profile': None}, 0)):
       changed = [r | change if r.get('pattern') == '128:2:8' and r['bench'] == 'ffn' else r for r in records]
       blocks = dict(speed.figure_rows(changed, {})['Feed-forward block, 16384 x 4096 x 16384, forward and backward'])
@@ -56,7 +56,7 @@ class SpeedTest(parameterized.TestCase):
       speed.figure([RECORD], steps)
 
   def test_committed_medians_and_speedups_follow_from_the_samples(self):
-    for path in speed.RESULTS.glob('*.jsonl'):
+    for path in provenance.RESULTS.glob('*.jsonl'):
       for record in map(json.loads, path.read_text().splitlines()):
         rows = [record, *record.get('baselines', {}).values()]
         for row in (row for row in rows if 'samples_ms' in row):

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 import numpy as np
 
-from experiments.reports import charts, compare, page, report_curves
+from experiments.reports import charts, compare, page, provenance, report_curves
 from experiments.runs import experiment, method_table, methods, records, train
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import write_run
@@ -78,7 +78,7 @@ class CommittedTest(absltest.TestCase):
   def test_methods_are_those_of_the_table(self):
     """A record that is made anew takes the place of the older one, which has the same label and arguments."""
     compared = set()
-    for path in sorted(compare.RESULTS.glob('*.jsonl')):
+    for path in sorted(provenance.RESULTS.glob('*.jsonl')):
       for record in map(json.loads, path.read_text().splitlines()):
         if record.get('bench') != 'quality' or 'label' not in record:
           continue
