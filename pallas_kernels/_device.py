@@ -99,8 +99,14 @@ def _which_gpu() -> str | None:
 
 
 def commit() -> str | None:
-  """The commit that runs; a copy without its history is told by `SPARSE24_COMMIT`."""
-  return os.environ.get('SPARSE24_COMMIT') or _output('git', 'describe', '--always', '--dirty', '--exclude=*')
+  """The commit of the source, wherever the process runs; a copy without its history is told by `SPARSE24_COMMIT`."""
+  if told := os.environ.get('SPARSE24_COMMIT'):
+    return told
+  file = pathlib.Path(__file__)
+  git = 'git', '-C', str(file.parent)
+  # Of a copy that is installed inside another repository, that one's commit says nothing.
+  tracked = _output(*git, 'ls-files', '--error-unmatch', file.name)
+  return tracked and _output(*git, 'describe', '--always', '--dirty', '--exclude=*')
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -112,16 +112,16 @@ def without_dense(
   faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str, d: int | None
 ) -> list[str]:
   """Who ended lowest in races of about this width in which no dense model in 16 bits ran."""
-  races: dict[str, list[Evidence]] = {}
+  races: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for each in found.values() for e in each if e.against != 'dense' and near(e.width, d)):
     if e.equal == 'seconds' and may_gain(e, faster):
-      races.setdefault(e.where, []).append(e)
+      races.setdefault((e.where, e.device), []).append(e)
   said = []
-  for where, each in races.items():
+  for (where, gpu), each in races.items():
     first, *others = sorted(each, key=lambda e: e.own.mean)
     names = [first.who, *(e.who for e in others if len(e.behind(first)) > 1 and not parted(e, first))]
     names += [first.dense.title] if len(first.percent) > 1 and not below(first.percent) else []
-    seeds = f'{len(first.own.losses)} seeds, {told(first.device, device)}'
+    seeds = f'{len(first.own.losses)} seeds, {told(gpu, device)}'
     said.append(f'{where}, {seeds}, without dense in 16 bits: {" or ".join(names)} ended lowest')
   return said
 

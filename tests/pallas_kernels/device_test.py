@@ -1,5 +1,10 @@
+import contextlib
 import json
+import pathlib
+import shutil
+import subprocess
 import types
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
@@ -50,6 +55,19 @@ class DeviceTest(parameterized.TestCase):
     self.assertEqual(_device._command(argv), command)
 
   @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+  def test_the_commit_is_that_of_the_source_wherever_the_process_runs(self):
+    known, folder = _device.commit(), self.create_tempdir().full_path
+    copied = pathlib.Path(folder, 'package', '_device.py')
+    copied.parent.mkdir()
+    shutil.copy(_device.__file__, copied)
+    git = ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', '-C', folder]
+    for command in (['init', '-q'], ['commit', '-q', '--allow-empty', '-m', 'another']):
+      subprocess.run([*git, *command], check=True)
+    with contextlib.chdir(folder):
+      self.assertEqual(_device.commit(), known)
+    with mock.patch.object(_device, '__file__', str(copied)):
+      self.assertIsNone(_device.commit())
+
   def test_one_target_a_process(self):
     args = lambda x: x + 1, targets.struct((64,), jnp.float32)
     self.assertEqual(compiling.compile_report(*args, target='sm_90a').spill_bytes, 0)
