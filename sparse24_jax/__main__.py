@@ -148,7 +148,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   except ValueError as error:
     parser.error(str(error))
   print(checked.text(max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None))
-  if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:
+  if dense := [w.path for w in checked.weights if w.leave_dense]:
     print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
   return 0 if checked.ok else 1
 

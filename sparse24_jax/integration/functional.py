@@ -24,7 +24,8 @@ from sparse24_jax.optim import (
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Form, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, require_recipe, resolve_phase
-from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
+from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules
+from sparse24_jax.weight_errors import errors_name
 
 
 def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
@@ -112,7 +113,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   {'up/kernel': 0.5}
   >>> s24.verify_weights(params, recipe)
   Traceback (most recent call last):
-  ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
+  sparse24_jax.weight_errors.WeightError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
   """
   require_recipe(recipe)
   weights, shares = dict(leaves_by_path(params)), {}
