@@ -180,7 +180,7 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
-    due = (count % recipe.refresh_every == 0) | jnp.any(left.missed > 0)
+    due = (count % recipe.refresh_every == 0) | (missed := jnp.any(left.missed > 0))
     # Read before the inner optimizer overwrites the weights, or XLA copies them.
     left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))
     if searches and not evolves:
@@ -200,7 +200,7 @@ def sparse_training(
     if evolves:
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
-      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, rests=rests)
+      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, missed=missed, rests=rests)
       sampled = rounded_once(sampled, _left.samples(projections, updates))
     else:
       new_weights = rounded_once(params, updates)
