@@ -241,6 +241,11 @@ def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
   return recipe.without(paths, (Rule('|'.join(map(re.escape, paths)), DotPolicy()), *left)) if paths else recipe
 
 
+def leaving_dense(path: str) -> str:
+  """What to write to leave a weight dense."""
+  return f'recipe.with_dense({re.escape(path)!r})'
+
+
 def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   """Path of each matched weight to its rule, in the order of the tree.
 
@@ -288,7 +293,7 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, found: Lay
   try:
     check_divisible(layout.matrix_shape(shape), projection, name)
   except ValueError as error:
-    dense = f'or leave it dense: recipe.with_dense({re.escape(path)!r})'
+    dense = f'or leave it dense: {leaving_dense(path)}'
     # Where no choice of axes has whole groups the shape is at fault, not the layout.
     if found is not None or len(shape) < 3 or math.prod(shape) % math.prod(projection.divisor):
       raise WeightError(f'{error}, {dense}', path, leave_dense=True) from error

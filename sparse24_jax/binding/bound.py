@@ -29,7 +29,7 @@ from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
 from sparse24_jax.projection import TransposableMasked
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
+from sparse24_jax.rules import leaves_by_path, leaving_dense, listed, match_rules, matched_rules
 from sparse24_jax.weight_errors import WeightError
 
 # A backward pass reads each weight transposed.
@@ -311,7 +311,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | Weig
   """The weight, or what is wrong with it."""
 
   def refused(why: str, instead: str = '') -> WeightError:
-    text = f"{path} of shape {leaf.shape}: {why}: leave it dense, recipe.with_dense('{path}'){instead}"
+    text = f'{path} of shape {leaf.shape}: {why}: leave it dense, {leaving_dense(path)}{instead}'
     return WeightError(text, path, leave_dense=True)
 
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -412,7 +412,7 @@ def _unlike_ragged(path: str, found: Matmul, rule: Rule) -> tuple[str, str] | No
     return None
   has_not = ', '.join(f'{name}={getattr(policy, name)!r}' for name in served)
   instead = ', '.join(f'{name}={value!r}' for name, value in served.items())
-  kept = f"Rule('{path}', dataclasses.replace(rule.policy, {instead}))"
+  kept = f'Rule({re.escape(path)!r}, dataclasses.replace(rule.policy, {instead}))'
   return (
     f'a ragged matmul, which has no {has_not}, at {found.source}',
     f', or keep it sparse by {kept} in front of its rule' if policy.projection else '',
