@@ -347,7 +347,7 @@ MUTANTS = _of(
    'states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}', 'states |= kept',
    'integration/nnx_states_test.py', 'owns_its_step'),
   ('a step of an nnx model is one program in all processes', 'integration/nnx_states.py',
-   'for path in projections if path in {*packed, *moving, *chosen}', 'for path in {*packed, *moving, *chosen}',
+   'for path in projections if path in {*of_optimizer, *chosen}', 'for path in {*of_optimizer, *chosen}',
    'integration/nnx_states_test.py', 'in_their_order'),
   ('zeros are verified along what a matmul contracts', 'integration/functional.py',
    'layout.matrix(weights[path])', 'weights[path]', 'integration/functional_test.py',
