@@ -141,16 +141,15 @@ def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:
   """Raises ValueError where a projected weight, as [in, out], has too few zeros along what its projection packs."""
   axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
   for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+    name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
+    along = f'{"axis" if len(stored) == 1 else "axes"} {", ".join(map(str, stored))} as stored, its {name}'
+    n = form.n if isinstance(form, Masked) else 2
     try:
-      formats.verify(w, axis=axis, n=form.n if isinstance(form, Masked) else 2)
+      formats.verify(w, axis=axis, n=n, along=None if layout.is_standard else along)
     except ValueError as error:
-      message = str(error)
-      if not layout.is_standard:
-        name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
-        where = f'axis {stored[0]}' if len(stored) == 1 else f'axes {", ".join(map(str, stored))}'
-        message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
-        message += ' in the weight as [in, out]'
-      raise ValueError(message) from error
+      if layout.is_standard:
+        raise
+      raise ValueError(f'{error} in the weight as [in, out]') from error
 
 
 def projected_weights(
