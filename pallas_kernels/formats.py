@@ -316,7 +316,9 @@ def refuse_unless(
     _in_order[id(x), asked] = x
 
 
-def verify(w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4) -> None:
+def verify(
+  w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4, along: str | None = None
+) -> None:
   """Checks on the host that every group of `m` along `axis` has at most `n` non-zeros (-0.0 counts as zero).
 
   Args:
@@ -325,6 +327,7 @@ def verify(w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4) -
     axis: the grouped axis.
     n: entries a group may keep.
     m: entries in a group.
+    along: what messages call the axis.
 
   Raises:
     ValueError: naming the first group that has more, its index and its entries, or what is wrong with `w`.
@@ -344,4 +347,4 @@ def verify(w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4) -
   bad = np.argwhere((groups != 0).sum(-1) > n)
   if len(bad):
     group = tuple(bad[0].tolist())
-    raise ValueError(f'not {n}:{m} along axis {axis}: group {group} holds {groups[group].tolist()}')
+    raise ValueError(f'not {n}:{m} along {along or f"axis {axis}"}: group {group} holds {groups[group].tolist()}')

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from typing import Any
 
 import jax
 
@@ -22,8 +23,10 @@ import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, BLOCK_LEGEND, block_table, explain, verdict
 from sparse24_jax.pipes import quietly
+from sparse24_jax.priced import BlockGain
+from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
-from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
+from sparse24_jax.where_it_pays import LayerGain, LEGEND, table, where_it_pays
 
 _COLUMNS = 100
 _ONE_OF = 'one of %(choices)s (default: %(default)s)'
@@ -32,6 +35,13 @@ _ONE_OF = 'one of %(choices)s (default: %(default)s)'
 def main(argv: list[str] | None = None) -> int:
   parser = Parser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
   commands = parser.add_subparsers(dest='command', required=True)
+  _add_where_it_pays(commands)
+  _add_check(commands)
+  args = parser.parse_args(argv)
+  return args.run(parser, args)
+
+
+def _add_where_it_pays(commands: Any) -> None:
   pays = commands.add_parser('where-it-pays', help='whether a feed-forward block runs faster sparse than dense')
   pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
   pays.add_argument('--micro-batches', type=int, default=1,
@@ -47,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
   pays.add_argument('--device', help="folder of the GPU's records, or h100 (default: the GPU at hand)")
+  pays.set_defaults(run=_where_it_pays)
+
+
+def _add_check(commands: Any) -> None:
   checks = commands.add_parser(
     'check', help='what a model does with the weights that a recipe matches, a line a weight',
     description='Traces a model and says of each matched weight how it is read. Ends with 1 if one cannot be sparse.',
@@ -59,9 +73,10 @@ def main(argv: list[str] | None = None) -> int:
                       ' (default: %(default)s)')  # fmt: skip
   checks.add_argument('--down', help='of neuron_level, pattern of the down-projections')
   checks.add_argument('--dense', action='append', default=[], metavar='PATTERN', help='weights that stay dense')
-  args = parser.parse_args(argv)
-  if args.command == 'check':
-    return _check(parser, args)
+  checks.set_defaults(run=_check)
+
+
+def _where_it_pays(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   here = _device.current()
   device = _records.device_meant(args.device) if args.device else here.slug
   priced = device if args.device else None  # of the GPU at hand, what is installed counts
@@ -71,24 +86,10 @@ def main(argv: list[str] | None = None) -> int:
     run = 'python -m pallas_kernels tune sparse_matmul'
     _say(f'nothing was measured on {device}; pass --device, one of {", ".join(known)}, or run: {run}')
     return 1
-  sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
-  if args.gated:
-    sides['gate'] = sides['up']
-  params = {name: {'kernel': jax.ShapeDtypeStruct(side, args.weights)} for name, side in sides.items()}
   which = recipes.KNOWN[args.recipe]
   recipe = which.example(*(('.*',) if len(which.paths) == 1 else ('up/.*', 'down/.*')))
-  neurons = any(rule.activation for rule in recipe.rules)
-  block_of = functools.partial(
-    block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
-    weight_dtype=args.weights, device=priced,
-  )  # fmt: skip
   try:
-    block = block_of(recipe)
-    # Its two layers do not run by themselves, nor has it another way to a gradient.
-    exact = block if neurons else block_of(recipe.with_exact_gradients())
-    found = [] if neurons else where_it_pays(
-      params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=priced
-    )  # fmt: skip
+    block, exact, found = _gains(args, recipe, priced)
   except ValueError as error:
     parser.error(str(error))
   _say(verdict(block, exact.gain))
@@ -107,6 +108,25 @@ def main(argv: list[str] | None = None) -> int:
     _say(explain(block))
   _say(f'\n{LEGEND} {BLOCK_LEGEND}' if found else f'\n{BLOCK_LEGEND}')
   return 0
+
+
+def _gains(
+  args: argparse.Namespace, recipe: Recipe, device: str | None
+) -> tuple[BlockGain, BlockGain, list[LayerGain]]:
+  """The gain of the block, that with exact gradients, and those of its layers by themselves."""
+  counted = dict(tokens=args.tokens, micro_batches=args.micro_batches, device=device)
+  block_of = functools.partial(
+    block_gain, args.d, args.hidden, gated=args.gated, weight_dtype=args.weights, **counted
+  )
+  block = block_of(recipe)
+  if any(rule.activation for rule in recipe.rules):
+    # Its two layers do not run by themselves, nor has it another way to a gradient.
+    return block, block, []
+  sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
+  if args.gated:
+    sides['gate'] = sides['up']
+  params = {name: {'kernel': jax.ShapeDtypeStruct(side, args.weights)} for name, side in sides.items()}
+  return block, block_of(recipe.with_exact_gradients()), where_it_pays(params, recipe, **counted)
 
 
 def _say(text: str) -> None:
@@ -148,7 +168,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   except ValueError as error:
     parser.error(str(error))
   print(checked.text(max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None))
-  if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:
+  if dense := [w.path for w in checked.weights if w.leave_dense]:
     print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
   return 0 if checked.ok else 1
 

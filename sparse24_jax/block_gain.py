@@ -12,8 +12,9 @@ from sparse24_jax.neuron_plan import plan_neurons, priced_neurons
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.priced import BlockGain, Part, priced
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import errors_name, match_rules
+from sparse24_jax.rules import match_rules
 from sparse24_jax.steps import total
+from sparse24_jax.weight_errors import errors_name
 from sparse24_jax.where_it_pays import require_positive, require_timed
 
 
@@ -82,7 +83,7 @@ def block_gain(
       ' block runs by one, so price its layers by where_it_pays'
     )
   require_timed('up/kernel', policy)
-  with errors_name(', '.join(f'{name}/kernel' for name in sides)):
+  with errors_name(*(f'{name}/kernel' for name in sides)):
     plan = plan_block(policy.of_matrix, tokens, sides, dtype, down=down.of_matrix, on=on)
   return price_block(plan, jnp.dtype(weight_dtype).itemsize, micro_batches, on.device.slug)
 

@@ -23,7 +23,7 @@ from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.derivatives import once
 from sparse24_jax.layer_plan import LayerPlan
-from sparse24_jax.mvue import check_sampling, what_is_sampled
+from sparse24_jax.mvue import check_sampling, Sampled, what_is_sampled
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
@@ -140,7 +140,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _sparse24_dot(
-  policy: DotPolicy, plan: LayerPlan, column: int, asked: Asked, where: str, x: Array, w: Array, state: Any,
+  policy: DotPolicy, plan: LayerPlan, column: int, asked: Asked, where: Sampled, x: Array, w: Array, state: Any,
   packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
   """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""

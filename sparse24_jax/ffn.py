@@ -35,7 +35,7 @@ from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.derivatives import once
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
-from sparse24_jax.mvue import check_sampling, what_is_sampled
+from sparse24_jax.mvue import check_sampling, Sampled, what_is_sampled
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
 from sparse24_jax.sizes import tokens_of
@@ -208,7 +208,7 @@ class _Static(NamedTuple):
 
   plan: BlockPlan
   activation: str
-  where: str
+  where: Sampled
   hidden: _Hidden
 
   @property

@@ -1,8 +1,6 @@
 """Minimum-variance unbiased 2:4 estimates of gradients."""
 
-from collections.abc import Iterator
-import contextlib
-import contextvars
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.two_of_four import mvue
 from sparse24_jax.numerics import check_finite
 from sparse24_jax.sizes import tokens_of
+from sparse24_jax.weight_errors import WeightError, weights_named
 
 
 def mvue24(
@@ -61,44 +60,41 @@ def mvue24(
   return mvue.mvue24(jnp.asarray(x), key, axis=axis, origin=origin)
 
 
-_named = contextvars.ContextVar('named', default='')
+class Sampled(NamedTuple):
+  """What is sampled, for errors: paths of weights, and of which shard the tokens are; empty if nothing is known."""
+
+  weights: tuple[str, ...] = ()
+  shard: str = ''
 
 
-@contextlib.contextmanager
-def sampled_for(path: str) -> Iterator[None]:
-  """Ops that are traced here are of this weight, for errors that come later, where a loop or a remat is transformed."""
-  before = _named.set(path)
-  try:
-    yield
-  finally:
-    _named.reset(before)
+def what_is_sampled(x: Array, weight_grad: str, key: Array | None) -> Sampled:
+  """The weights of `errors_name` and the shard, where a gradient would be an error.
 
-
-def what_is_sampled(x: Array, weight_grad: str, key: Array | None) -> str:
-  """The weight of `sampled_for`, and of which shard the tokens are; empty if nothing is known.
-
-  Empty, too, where a gradient would be no error, so that layers that are alike have one trace.
+  Empty where it would be none, so that layers that are alike have one trace.
   """
   if weight_grad == 'dense' or (key is not None and tokens_of(x) % 4 == 0):
-    return ''
+    return Sampled()
   axes = ', '.join(map(repr, sorted(jax.sharding.get_abstract_mesh().manual_axes)))
-  return _named.get() + (f' on one shard of a shard_map over {axes}' if axes else '')
+  return Sampled(weights_named(), f' on one shard of a shard_map over {axes}' if axes else '')
 
 
-def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '') -> None:
+def check_sampling(x: Array, weight_grad: str, key: Array | None, of: Sampled) -> None:
   """Checks what MVUE needs, only where a gradient is taken: evaluation needs no key and takes any length."""
-  of = f'{where}: ' if where else ''
-  if weight_grad != 'dense':
-    if key is None:
-      raise ValueError(
-        f'{of}weight_grad={weight_grad!r} needs a random key: f(params, variables, key, ...) of a function that'
-        f" sparsify made, apply(..., rngs={{'mvue': key}}) of a linen model (under nn.scan let it through with"
-        f" split_rngs={{..., 'mvue': True}}), sparsify(model, recipe, rngs=nnx.Rngs(mvue=0)) of an nnx one, or"
-        ' dot(..., key=...)'
-      )
-    tokens = tokens_of(x)
-    if tokens % 4:
-      raise ValueError(
-        f'{of}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
-        " times sequence a multiple of four on each shard, or give the rule weight_grad='dense'"
-      )
+  if weight_grad == 'dense':
+    return
+  where = f'{", ".join(of.weights)}{of.shard}: ' if any(of) else ''
+  if key is None:
+    raise WeightError(
+      f'{where}weight_grad={weight_grad!r} needs a random key: f(params, variables, key, ...) of a function that'
+      f" sparsify made, apply(..., rngs={{'mvue': key}}) of a linen model (under nn.scan let it through with"
+      f" split_rngs={{..., 'mvue': True}}), sparsify(model, recipe, rngs=nnx.Rngs(mvue=0)) of an nnx one, or"
+      ' dot(..., key=...)',
+      *of.weights,
+    )
+  tokens = tokens_of(x)
+  if tokens % 4:
+    raise WeightError(
+      f'{where}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
+      " times sequence a multiple of four on each shard, or give the rule weight_grad='dense'",
+      *of.weights,
+    )

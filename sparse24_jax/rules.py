@@ -1,8 +1,7 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
 import functools
 import logging
@@ -23,6 +22,7 @@ from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.suggestions import meant
+from sparse24_jax.weight_errors import WeightError
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
@@ -98,17 +98,6 @@ def _stands_for_nothing(node: Any) -> bool:
 def names_value(key: Any) -> bool:
   """Whether `key` is the attribute at which a box of Flax holds its array."""
   return isinstance(key, jax.tree_util.GetAttrKey) and key.name in ('value', 'raw_value')
-
-
-@contextlib.contextmanager
-def errors_name(path: str) -> Iterator[None]:
-  """Puts the path of a layer's weight before the message of a ValueError from inside."""
-  try:
-    yield
-  except ValueError as error:
-    if str(error).startswith((f'{path}: ', f'{path} on ')):
-      raise
-    raise ValueError(f'{path}: {error}') from error
 
 
 def is_array(leaf: Any) -> bool:
@@ -252,6 +241,11 @@ def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
   return recipe.without(paths, (Rule('|'.join(map(re.escape, paths)), DotPolicy()), *left)) if paths else recipe
 
 
+def leaving_dense(path: str) -> str:
+  """What to write to leave a weight dense."""
+  return f'recipe.with_dense({re.escape(path)!r})'
+
+
 def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   """Path of each matched weight to its rule, in the order of the tree.
 
@@ -299,14 +293,15 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, found: Lay
   try:
     check_divisible(layout.matrix_shape(shape), projection, name)
   except ValueError as error:
-    dense = f'or leave it dense: recipe.with_dense({re.escape(path)!r})'
+    dense = f'or leave it dense: {leaving_dense(path)}'
     # Where no choice of axes has whole groups the shape is at fault, not the layout.
     if found is not None or len(shape) < 3 or math.prod(shape) % math.prod(projection.divisor):
-      raise ValueError(f'{error}, {dense}') from error
-    raise ValueError(
+      raise WeightError(f'{error}, {dense}', path, leave_dense=True) from error
+    raise WeightError(
       f'{error}: by itself a recipe takes a weight for [stacked..., in, out]; what the model contracts,'
-      f' sparse24_jax.bind(recipe, f, params, *example) finds out, {dense}'
-    ) from error
+      f' sparse24_jax.bind(recipe, f, params, *example) finds out, {dense}',
+      path, leave_dense=True,
+    ) from error  # fmt: skip
   _check_shards(path, leaf, projection, layout)
 
 

@@ -17,8 +17,9 @@ from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import ROLES
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules
 from sparse24_jax.steps import total
+from sparse24_jax.weight_errors import errors_name
 
 
 @dataclasses.dataclass(frozen=True)

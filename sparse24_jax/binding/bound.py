@@ -1,6 +1,6 @@
 """`bind`: a recipe that knows the model, from one trace of it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import logging
 import math
@@ -29,7 +29,8 @@ from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
 from sparse24_jax.projection import TransposableMasked
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, listed, match_rules, matched_rules
+from sparse24_jax.rules import leaves_by_path, leaving_dense, listed, match_rules, matched_rules
+from sparse24_jax.weight_errors import WeightError
 
 # A backward pass reads each weight transposed.
 _OWN_GRADIENT = (
@@ -286,10 +287,9 @@ def tracked(params: Any, recipe: Recipe) -> dict[str, Rule]:
 def bind_traced(recipe: Recipe, params: Any, traced: Traced, *, all_read: bool = True) -> Bound:
   """`bind` of what is traced already; without `all_read`, weights that the function never looks at are left out."""
   found = find_weights(recipe, params, traced, all_read=all_read)
-  problems = [problem for problem in found.values() if isinstance(problem, str)]
-  if problems:
+  if problems := [str(problem) for problem in found.values() if isinstance(problem, WeightError)]:
     raise ValueError('\n'.join(problems))
-  weights = [weight for weight in found.values() if not isinstance(weight, str)]
+  weights = [weight for weight in found.values() if isinstance(weight, BoundWeight)]
   for note in (note for weight in weights for note in weight.notes):
     log_once(note, 'sparse24_jax', logging.WARNING)
   return Bound.of(recipe, weights)
@@ -297,7 +297,7 @@ def bind_traced(recipe: Recipe, params: Any, traced: Traced, *, all_read: bool =
 
 def find_weights(
   recipe: Recipe, params: Any, traced: Traced, *, all_read: bool = True
-) -> dict[str, BoundWeight | str]:
+) -> dict[str, BoundWeight | WeightError]:
   """What the trace says of each matched weight, by path, or what is wrong with it."""
   rules = tracked(params, recipe)
   with sizes_are_known(traced):
@@ -307,50 +307,56 @@ def find_weights(
   return {path: _bound(path, weights[path], rule, notes) for path, rule in rules.items()}
 
 
-def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
+def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | WeightError:
   """The weight, or what is wrong with it."""
-  readings, problems = notes.readings.get(path, []), notes.problems.get(path, [])
-  dense = f"leave it dense, recipe.with_dense('{path}')"
+
+  def refused(why: str, instead: str = '') -> WeightError:
+    text = f'{path} of shape {leaf.shape}: {why}: leave it dense, {leaving_dense(path)}{instead}'
+    return WeightError(text, path, leave_dense=True)
+
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
-    return f'{path} of shape {leaf.shape}: it is {leaf.dtype}, and no floating-point numbers that train: {dense}'
-  if problems:
-    return f'{path} of shape {leaf.shape}: {"; ".join(problems)}. Nothing follows a weight there: {dense}'
+    return refused(f'it is {leaf.dtype}, and no floating-point numbers that train')
+  if problems := notes.problems.get(path):
+    return refused(f'{"; ".join(problems)}. Nothing follows a weight there')
+  # As stored, if one reads it so.
+  readings = sorted(notes.readings.get(path, []), key=lambda each: each[1].layout.order)
   if not readings:
+    unread = 'a rule matches it, and no matmul of the function contracts it'
+    if notes.readings or notes.problems:
+      return refused(unread)
     # Where it reads none of them, to leave them dense is no help.
     closed = 'nor any other such weight: does the function close over other parameters than those that it is given?'
-    what_to_do = dense if notes.readings or notes.problems else closed
-    return f'{path} of shape {leaf.shape}: a rule matches it, and no matmul of the function contracts it: {what_to_do}'
-  readings = sorted(readings, key=lambda each: each[1].layout.order)  # as stored, if one reads it so
-  layout = readings[0][1].layout
-  turns = rule.policy.projection is not None and isinstance(rule.policy.projection.form, TransposableMasked)
-  for found, reading in readings[1:]:
-    backward = found.backward or readings[0][0].backward
-    if reading.layout != layout and not (turns and reading.layout == layout.turned and not backward):
-      turn = ', or give its rule masks that serve both, s24.transposable()'
-      places = [found.source for found, _ in (readings[0], (found, reading))]
-      return (
-        f'{path} of shape {leaf.shape}: its matmuls read it in different ways, {layout.describe()} at {places[0]} and'
-        f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
-        f'{_OWN_GRADIENT if backward else turn if reading.layout == layout.turned else ""}'
-      )
+    return WeightError(f'{path} of shape {leaf.shape}: {unread}: {closed}', path)
+  if problem := _in_different_ways(readings, rule):
+    return refused(*problem)
   for found, reading in readings:
     problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
-    problem = problem or _not_asked(found, rule)
-    if problem:
-      return f'{path} of shape {leaf.shape}: {problem} at {found.source}: {dense}'
-    if served := _unlike_ragged(found, rule):
-      has_not = ', '.join(f'{name}={getattr(rule.policy, name)!r}' for name in served)
-      instead = ', '.join(f'{name}={value!r}' for name, value in served.items())
-      kept = f"Rule('{path}', dataclasses.replace(rule.policy, {instead}))"
-      return (
-        f'{path} of shape {leaf.shape}: a ragged matmul, which has no {has_not}, at {found.source}: {dense}'
-        f'{f", or keep it sparse by {kept} in front of its rule" if rule.policy.projection else ""}'
-      )
+    if problem := problem or found.asked.unfit_for(rule.policy.precision):
+      return refused(f'{problem} at {found.source}')
+    if problem := _unlike_ragged(path, found, rule):
+      return refused(*problem)
+  layout = readings[0][1].layout
   uses = tuple(_use(found, reading, notes, turned=reading.layout != layout) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
-    return f'{by_itself(path, uses[0].source)}{"".join(f": {reason}" for reason in reasons)}'
+    return WeightError(f'{by_itself(path, uses[0].source)}{"".join(f": {reason}" for reason in reasons)}', path)
   return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses, tuple(notes.others.get(path, ())))
+
+
+def _in_different_ways(readings: Sequence[tuple[Matmul, Reading]], rule: Rule) -> tuple[str, str] | None:
+  """What is wrong with a weight of which one mask does not serve all matmuls, and what to do but leave it dense."""
+  first, layout = readings[0][0], readings[0][1].layout
+  turns = rule.policy.projection is not None and isinstance(rule.policy.projection.form, TransposableMasked)
+  for found, reading in readings[1:]:
+    backward = found.backward or first.backward
+    if reading.layout != layout and not (turns and reading.layout == layout.turned and not backward):
+      turn = ', or give its rule masks that serve both, s24.transposable()' if reading.layout == layout.turned else ''
+      ways = f'{layout.describe()} at {first.source} and {reading.layout.describe()} at {found.source}'
+      return (
+        f'its matmuls read it in different ways, {ways}; one mask serves one of them',
+        _OWN_GRADIENT if backward else turn,
+      )
+  return None
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes, *, turned: bool) -> Use:
@@ -393,17 +399,21 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
   return None
 
 
-def _not_asked(found: Matmul, rule: Rule) -> str | None:
-  """What the model asks of a matmul, and its rule does not give."""
-  return found.asked.unfit_for(rule.policy.precision)
-
-
-def _unlike_ragged(found: Matmul, rule: Rule) -> dict[str, str | None]:
-  """What a rule asks for that a ragged matmul has not, by field of its policy, with the value that it has."""
+def _unlike_ragged(path: str, found: Matmul, rule: Rule) -> tuple[str, str] | None:
+  """What a rule asks for that a ragged matmul has not, and what to do but leave the weight dense."""
   policy, served = rule.policy, {}
-  if found.equation.primitive.name == 'ragged_dot_general':
-    if policy.precision != 'default':
-      served['precision'] = 'default'
-    if policy.implementation in ('sparse', 'cusparselt'):
-      served['implementation'] = None
-  return served
+  if found.equation.primitive.name != 'ragged_dot_general':
+    return None
+  if policy.precision != 'default':
+    served['precision'] = 'default'
+  if policy.implementation in ('sparse', 'cusparselt'):
+    served['implementation'] = None
+  if not served:
+    return None
+  has_not = ', '.join(f'{name}={getattr(policy, name)!r}' for name in served)
+  instead = ', '.join(f'{name}={value!r}' for name, value in served.items())
+  kept = f'Rule({re.escape(path)!r}, dataclasses.replace(rule.policy, {instead}))'
+  return (
+    f'a ragged matmul, which has no {has_not}, at {found.source}',
+    f', or keep it sparse by {kept} in front of its rule' if policy.projection else '',
+  )

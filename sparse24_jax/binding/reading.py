@@ -114,17 +114,18 @@ def scaled(array: Array, found: Matmul, reading: Reading, *, inputs: bool) -> Ar
 
   Factors along its outputs, and numbers, belong to the result: the mask and what is packed are of the weight without.
   """
-  layout = reading.layout
+  layout, batch = reading.layout, len(reading.batch)
   inside = layout.contracted if inputs else layout.outputs
+  # As far as the matmul reads them: along its own axes a factor is whole, `_check_factors`.
+  sizes = [math.prod(run.size for run in reading.runs[batch:] if run.axis == axis) for axis in inside]
   for factor in found.view.factors:
     if inputs != any(axis in layout.contracted for axis in factor.axes):
       continue
     axes = (*reading.batch, *inside)
     order = [factor.axes.index(axis) for axis in axes if axis in factor.axes]
-    shape = [found.view.shape[axis] for axis in axes]
-    f = factor.array.transpose(order).reshape([n if a in factor.axes else 1 for a, n in zip(axes, shape, strict=True)])
-    lead, rest = f.shape[: len(reading.batch)], shape[len(reading.batch) :]
-    f = jnp.broadcast_to(f, (*lead, *rest)).reshape(*lead, *(1,) * (array.ndim - len(lead) - 1), -1)
+    f = factor.array.transpose(order).reshape([found.view.shape[a] if a in factor.axes else 1 for a in axes])
+    lead = f.shape[:batch]
+    f = jnp.broadcast_to(f, (*lead, *sizes)).reshape(*lead, *(1,) * (array.ndim - batch - 1), -1)
     array = (array.astype(jnp.float32) * f.astype(jnp.float32)).astype(array.dtype)
   return array
 

@@ -23,6 +23,8 @@ from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import Rule
+from sparse24_jax.rules import leaving_dense
+from sparse24_jax.weight_errors import WeightError
 
 
 def shard_map(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
@@ -117,10 +119,11 @@ def _stored(state: WeightState, view: View, layout: Layout) -> tuple[Array, tupl
   kept, rest = _without(layout, view.taken)
   shape = tuple(view.shape[axis] for axis in kept)
   if value.shape != rest.matrix_shape(shape):
-    raise ValueError(
+    raise WeightError(
       f'{view.path}: its state of shape {value.shape} is neither a mask nor a number for each matrix, and cannot be'
-      f" divided as a shard_map divides the weight: leave it dense, recipe.with_dense('{view.path}')"
-    )
+      f' divided as a shard_map divides the weight: leave it dense, {leaving_dense(view.path)}',
+      view.path, leave_dense=True,
+    )  # fmt: skip
   return rest.stored(value, shape), kept
 
 

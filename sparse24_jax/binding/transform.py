@@ -46,11 +46,11 @@ from sparse24_jax.dot import dot_general
 from sparse24_jax.ffn import ffn_at
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
-from sparse24_jax.mvue import sampled_for
 from sparse24_jax.packing import halves, PackedWeight
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules
+from sparse24_jax.weight_errors import errors_name, WeightError
 
 # What a function has that was made sparse, and so has what jax.jit, say, makes of it.
 _MADE_SPARSE = '_made_sparse'
@@ -168,7 +168,7 @@ def run_sparse(
   if isinstance(recipe, Bound):  # perhaps to another function
     beside = look_beside(traced, {path: w.rule for path, w in known.items()}, reader.places)
     for path, texts in beside.problems.items():
-      raise ValueError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do')
+      raise WeightError(f'{path}: {"; ".join(texts)}. Bind the recipe to what is run, which says what to do', path)
     for text in itertools.chain.from_iterable(beside.notes.values()):
       _dispatch.log_once(text, 'sparse24_jax', logging.WARNING)
   result = jax.tree.unflatten(traced.structure, out)
@@ -243,9 +243,9 @@ class _Sparse:
     weight, reading = self._reading(found)
     path, policy = weight.path, weight.rule.policy
     if weight.rule.activation is not None:
-      raise ValueError(by_itself(path, found.source))
+      raise WeightError(by_itself(path, found.source), path)
     found.force()  # what other weights make, whose errors name them
-    with errors_name(path), sampled_for(path):
+    with errors_name(path):
       x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)
       dtype, asked = found.operands, found.asked
       batch = len(reading.batch)
@@ -268,7 +268,8 @@ class _Sparse:
     weight, reading = self._reading(found)
     policy = weight.rule.policy
     if found.view.factors:
-      raise ValueError(f'{weight.path}: a ragged matmul reads it after it was multiplied: multiply the result instead')
+      message = f'{weight.path}: a ragged matmul reads it after it was multiplied: multiply the result instead'
+      raise WeightError(message, weight.path)
     if policy.weight_grad != 'dense':
       message = f'{weight.path}: a ragged matmul reads it, whose weight gradient is exact and not sampled'
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
@@ -300,18 +301,18 @@ class _Sparse:
         return None  # one matmul is faster than two
       states |= zip(first.split('_'), halves(states.pop(first), len(batch) + 2), strict=True)
       biases |= zip(first.split('_'), halves(biases.pop(first, None), 1), strict=True)
-    paths = ', '.join(weight.path for weight, _ in read_by.values())
+    paths = [weight.path for weight, _ in read_by.values()]
     if neurons is None:
       run = functools.partial(
         ffn_at, policy=policy, down=down, activation=block.activation, precision=asked.pop().precision,
         hidden_sharding=block.sharding, plan=plan,
       )  # fmt: skip
     else:
-      with errors_name(paths):
+      with errors_name(*paths):
         _check_precision(maps['down'], asked)
       run = functools.partial(_neuron_level, policy=neurons, activation=block.activation)
     key = _key(maps['down'], x, weights)
-    with errors_name(paths), sampled_for(paths):
+    with errors_name(*paths):
       y = _for_each(batch, run, x, weights, states, key) if batch else run(x, weights, biases, states, key=key)
     y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
@@ -326,17 +327,19 @@ class _Sparse:
     if at is not None:
       self.places.setdefault(at, {})[mark.path] = how_lost(mark, by, source)
       return
-    raise ValueError(
+    raise WeightError(
       f'{mark.path}: {how_lost(mark, by, source)}: no sparse matmul reads it there, and where the recipe was bound the'
-      ' model did not do so: bind it to what is run'
+      ' model did not do so: bind it to what is run',
+      mark.path,
     )
 
   def _reading(self, found: Matmul) -> tuple[Any, Reading]:
     weight, reading = self.weights[found.view.path], read(found)
     if not weight.serves(reading.layout):
-      raise ValueError(
+      raise WeightError(
         f'{weight.path}: {found.source} reads it as {reading.layout.describe()}, and where the recipe'
-        f' was bound the model read it as {weight.layout.describe()}: bind it to what is run'
+        f' was bound the model read it as {weight.layout.describe()}: bind it to what is run',
+        weight.path,
       )
     return weight, reading
 

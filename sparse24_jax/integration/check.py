@@ -20,6 +20,7 @@ from sparse24_jax.optim import try_chain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, idle_alternatives, keep_dense, leaves_by_path, listed, match_rules
+from sparse24_jax.weight_errors import WeightError
 
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
@@ -49,6 +50,7 @@ class CheckedWeight:
     pruned: share of the projected weight that is zero; None where only shapes were given.
     reached: share of the pruned entries whose gradient is not zero; likewise.
     dtype: as it is stored.
+    leave_dense: whether to leave it dense is what the problem says to do.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jax.random.normal(jax.random.key(0), (16, 8))}
@@ -64,6 +66,7 @@ class CheckedWeight:
   pruned: float | None = None
   reached: float | None = None
   dtype: Any = None
+  leave_dense: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +183,11 @@ def check(
     try:
       weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
       break
-    except ValueError as error:
-      refused = [path for path in str(error).partition(': ')[0].split(', ') if path in weights]
+    except WeightError as error:
+      refused = [path for path in error.paths if path in weights]
       if not refused or any(weights[path].problem for path in refused):
         raise
-      weights |= {path: dataclasses.replace(weights[path], problem=str(error)) for path in refused}
+      weights |= {path: _with_problem(weights[path], error) for path in refused}
   notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
   notes += (f'WARNING  {said}' for w in found.values() if isinstance(w, BoundWeight) for said in w.notes)
   read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
@@ -201,15 +204,21 @@ def check(
   return Checked(tuple(weights.values()), dense, tuple(notes))
 
 
-def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:
-  shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-  if isinstance(found, str):
-    return CheckedWeight(path, shape, None, found, dtype=dtype)
+def _checked(path: str, leaf: Any, found: BoundWeight | WeightError) -> CheckedWeight:
+  checked = CheckedWeight(path, tuple(leaf.shape), None, None, dtype=np.dtype(leaf.dtype))
+  if isinstance(found, WeightError):
+    return _with_problem(checked, found)
+  checked = dataclasses.replace(checked, weight=found)
   try:
     check_groups(path, leaf, found.rule.policy.projection, found.layout)
   except ValueError as error:
-    return CheckedWeight(path, shape, found, str(error), dtype=dtype)
-  return CheckedWeight(path, shape, found, None, dtype=dtype)
+    return _with_problem(checked, error)
+  return checked
+
+
+def _with_problem(checked: CheckedWeight, error: ValueError) -> CheckedWeight:
+  leave_dense = isinstance(error, WeightError) and error.leave_dense
+  return dataclasses.replace(checked, problem=str(error), leave_dense=leave_dense)
 
 
 def _measured(

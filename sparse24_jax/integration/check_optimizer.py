@@ -1,11 +1,11 @@
 """What `check` finds wrong with the chain of an optimizer."""
 
 from collections.abc import Mapping
-import re
 
 from sparse24_jax.binding.bound import BoundWeight
 from sparse24_jax.optim import Tried
 from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import leaving_dense
 
 GIVE_BOUND = 'Give sparse_training and all else what bind(recipe, f, params, ...) gives'
 
@@ -37,8 +37,8 @@ def problems_of(tried: Tried, weights: Mapping[str, BoundWeight]) -> dict[str, s
   for path in tried.still:
     problems.setdefault(
       path,
-      f'{path}: not trained by the optimizer, and pruned: leave it dense with'
-      f' recipe.with_dense({re.escape(path)!r}), in sparse_training too',
+      f'{path}: not trained by the optimizer, and pruned: leave it dense with {leaving_dense(path)}, in sparse_training'
+      ' too',
     )
   return problems
 

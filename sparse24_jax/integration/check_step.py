@@ -1,6 +1,6 @@
 """`check_step`: whether a whole step reads weights as its optimizer expects: sparse or dense, in FP8 or not."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
@@ -12,7 +12,7 @@ import jax
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.flow import Read, UNSURE, Weight
 from sparse24_jax.binding.state import NNX_STATES
-from sparse24_jax.binding.tracing import trace
+from sparse24_jax.binding.tracing import trace, Traced
 from sparse24_jax.integration.nnx_functions import sharing_as
 from sparse24_jax.integration.step_weights import (
   Argument,
@@ -22,6 +22,7 @@ from sparse24_jax.integration.step_weights import (
   is_ours,
   ReadBy,
   trained_by_each,
+  Updates,
 )
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.recipe import PhaseName, PHASES
@@ -145,26 +146,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   Traceback (most recent call last):
   ValueError: w: the step reads it dense at ...
   """
-  if not any(map(is_ours, jax.tree.leaves((args, kwargs), is_leaf=is_ours))):
-    raise ValueError(
-      'the arguments hold 0 states of sparse_training, expected one: wrap the optimizer,'
-      ' tx = sparse_training(optax.adamw(...), recipe), and give its state, tx.init(params), among the arguments of the'
-      ' step: check_step sees no state that the step takes from elsewhere'
-    )
-  masks = [sparse_states(node) for node in jax.tree.leaves((args, kwargs), is_leaf=is_ours) if is_ours(node)]
-
-  returns: list[Any] = []
-
-  def arrays_of(_: Any, *given: Any) -> list[Any]:
-    traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
-    out = step(*traced_args, **traced_kwargs)
-    returns.extend(filter(is_ours, jax.tree.leaves(out, is_leaf=is_ours)))
-    # A new mask among other results, as a metric, is not kept.
-    kept = [state.projections for state in returns] or out
-    return [leaf for leaf in jax.tree.leaves(kept) if is_array(leaf)]
-
-  with jax.check_tracer_leaks(False):  # `returns` outlives the trace, and nothing computes with it
-    traced = trace(arrays_of, ({}, args, kwargs), {})
+  masks = _masks_among((args, kwargs))
+  traced, returns = _traced(step, args, kwargs)
   if not all(masks):
     if not has_dense_update(traced.jaxpr):
       raise ValueError(
@@ -174,21 +157,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     if not any(masks):
       return _told_dense(CheckedStep({}, phase='dense'))
   given = arguments_of((args, kwargs), masks)
-  held = {argument.weight for argument in given if argument.weight}
-  every = dict.fromkeys(weight.folder for weight in held)
-  folders = [[f for f in every if all(Weight(f, path) in held for path in of_one)] for of_one in masks]
-  if not all(folders):
-    raise ValueError(
-      f'the arguments hold a state of sparse_training for {listed(masks[folders.index([])])}, and no parameters with'
-      ' these paths: give check_step what the loop gives the step, or, where that takes the parameters in parts, a'
-      " function of all of them, check_step(lambda params, *rest: step(params['base'], params['lora'], *rest), params,"
-      ' ...)'
-    )
-  if len(masks) > 1:
-    folders = trained_by_each(traced.jaxpr, given, folders)
+  follow = functools.partial(follow_updates, traced.jaxpr, folders=_folders(traced.jaxpr, given, masks))
   phases = PHASES if has_dense_update(traced.jaxpr) else ('sparse',)
-  follow = functools.partial(follow_updates, traced.jaxpr, folders=folders)
-  by_phase: dict[PhaseName, Mapping[tuple[str, str], Sequence[ReadBy]]] = {
+  by_phase: dict[PhaseName, Updates] = {
     phase: updates for phase in phases if (updates := follow(given, phase=phase))
   }
   if not by_phase:
@@ -200,6 +171,69 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   def shown(folder: str, path: str) -> str:
     return _named(step, f'{folder}/{path}'[1:]) if folder else path
 
+  _require_right(by_phase, shown)
+  phase: PhaseName = 'sparse' if 'sparse' in by_phase else 'dense'
+  updates = by_phase[phase]
+  reads = {shown(*weight): [read for update in of for read in update.reads] for weight, of in updates.items()}
+  lines = {path: tuple(dict.fromkeys(read.line for read in each)) for path, each in reads.items()}
+  fp8 = frozenset(path for path, each in reads.items() if each and all(read.precision == 'fp8' for read in each))
+  if phase == 'dense':
+    return _told_dense(CheckedStep(lines, phase=phase, fp8=fp8))
+  _require_trained(updates, shown, returns=bool(returns))
+  brought = {shown(*weight): _named(step, name) for weight, name in _brought(follow, given).items()}
+  checked = CheckedStep(lines, brought, fp8=fp8)
+  for note in _notes(checked):
+    log_once(note, 'sparse24_jax', logging.WARNING)
+  return checked
+
+
+def _masks_among(tree: Any) -> list[dict[str, Any]]:
+  """The masks of each state of `sparse_training` among the arguments, by path; ValueError if there is none."""
+  states = [node for node in jax.tree.leaves(tree, is_leaf=is_ours) if is_ours(node)]
+  if not states:
+    raise ValueError(
+      'the arguments hold 0 states of sparse_training, expected one: wrap the optimizer,'
+      ' tx = sparse_training(optax.adamw(...), recipe), and give its state, tx.init(params), among the arguments of the'
+      ' step: check_step sees no state that the step takes from elsewhere'
+    )
+  return [sparse_states(state) for state in states]
+
+
+def _traced(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Traced, list[Any]]:
+  """The step, and the states of `sparse_training` that it returns."""
+  returns: list[Any] = []
+
+  def arrays_of(_: Any, *given: Any) -> list[Any]:
+    traced_args, traced_kwargs = sharing_as(given, (args, kwargs))
+    out = step(*traced_args, **traced_kwargs)
+    returns.extend(filter(is_ours, jax.tree.leaves(out, is_leaf=is_ours)))
+    # A new mask among other results, as a metric, is not kept.
+    kept = [state.projections for state in returns] or out
+    return [leaf for leaf in jax.tree.leaves(kept) if is_array(leaf)]
+
+  with jax.check_tracer_leaks(False):  # `returns` outlives the trace, and nothing computes with it
+    return trace(arrays_of, ({}, args, kwargs), {}), returns
+
+
+def _folders(
+  jaxpr: Any, given: Sequence[Argument], masks: Sequence[Mapping[str, Any]]
+) -> Sequence[Collection[str]]:
+  """Where among the arguments the parameters of each optimizer are; ValueError if there are none for one."""
+  held = {argument.weight for argument in given if argument.weight}
+  every = dict.fromkeys(weight.folder for weight in held)
+  folders = [[f for f in every if all(Weight(f, path) in held for path in of_one)] for of_one in masks]
+  if not all(folders):
+    raise ValueError(
+      f'the arguments hold a state of sparse_training for {listed(masks[folders.index([])])}, and no parameters with'
+      ' these paths: give check_step what the loop gives the step, or, where that takes the parameters in parts, a'
+      " function of all of them, check_step(lambda params, *rest: step(params['base'], params['lora'], *rest), params,"
+      ' ...)'
+    )
+  return trained_by_each(jaxpr, given, folders) if len(masks) > 1 else folders
+
+
+def _require_right(by_phase: Mapping[PhaseName, Updates], shown: Callable[..., str]) -> None:
+  """ValueError for weights that the step does not read as the phase of an update and their rule say."""
   problems: dict[_Problem, list[str]] = {}
   for phase, updates in by_phase.items():
     for weight, of in updates.items():
@@ -208,13 +242,10 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   if problems:
     advice = dict.fromkeys(problem.advice for problem in problems if problem.advice)
     raise ValueError('\n'.join([*(f'{listed(paths)}: {problem.text}' for problem, paths in problems.items()), *advice]))
-  phase: PhaseName = 'sparse' if 'sparse' in by_phase else 'dense'
-  updates = by_phase[phase]
-  reads = {shown(*weight): [read for update in of for read in update.reads] for weight, of in updates.items()}
-  lines = {path: tuple(dict.fromkeys(read.line for read in each)) for path, each in reads.items()}
-  fp8 = frozenset(path for path, each in reads.items() if each and all(read.precision == 'fp8' for read in each))
-  if phase == 'dense':
-    return _told_dense(CheckedStep(lines, phase=phase, fp8=fp8))
+
+
+def _require_trained(updates: Updates, shown: Callable[..., str], *, returns: bool) -> None:
+  """ValueError for weights that a sparse step, which may return its states, does not train as their masks expect."""
   some = {folder for (folder, _), of in updates.items() if not all(update.unread for update in of)}
   if unread := [shown(*weight) for weight in updates if weight[0] not in some]:
     raise ValueError(
@@ -225,11 +256,6 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     raise ValueError(f'{listed(altered)}: {_ALTERED}')
   if returns and (lost := [shown(*weight) for weight, of in updates.items() if not any(u.returned for u in of)]):
     raise ValueError(f'{listed(lost)}: {_LOST}')
-  brought = {shown(*weight): _named(step, name) for weight, name in _brought(follow, given).items()}
-  checked = CheckedStep(lines, brought, fp8=fp8)
-  for note in _notes(checked):
-    log_once(note, 'sparse24_jax', logging.WARNING)
-  return checked
 
 
 def _told_dense(checked: CheckedStep) -> CheckedStep:

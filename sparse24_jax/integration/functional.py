@@ -24,7 +24,8 @@ from sparse24_jax.optim import (
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Form, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, require_recipe, resolve_phase
-from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
+from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules
+from sparse24_jax.weight_errors import errors_name
 
 
 def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
@@ -112,7 +113,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   {'up/kernel': 0.5}
   >>> s24.verify_weights(params, recipe)
   Traceback (most recent call last):
-  ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
+  sparse24_jax.weight_errors.WeightError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
   """
   require_recipe(recipe)
   weights, shares = dict(leaves_by_path(params)), {}
@@ -140,16 +141,15 @@ def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:
   """Raises ValueError where a projected weight, as [in, out], has too few zeros along what its projection packs."""
   axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
   for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+    name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
+    along = f'{"axis" if len(stored) == 1 else "axes"} {", ".join(map(str, stored))} as stored, its {name}'
+    n = form.n if isinstance(form, Masked) else 2
     try:
-      formats.verify(w, axis=axis, n=form.n if isinstance(form, Masked) else 2)
+      formats.verify(w, axis=axis, n=n, along=None if layout.is_standard else along)
     except ValueError as error:
-      message = str(error)
-      if not layout.is_standard:
-        name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
-        where = f'axis {stored[0]}' if len(stored) == 1 else f'axes {", ".join(map(str, stored))}'
-        message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
-        message += ' in the weight as [in, out]'
-      raise ValueError(message) from error
+      if layout.is_standard:
+        raise
+      raise ValueError(f'{error} in the weight as [in, out]') from error
 
 
 def projected_weights(

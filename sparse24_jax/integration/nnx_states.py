@@ -12,11 +12,11 @@ states in, tracing shows that the forward gets the very arrays that the fingerpr
 run time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -162,26 +162,19 @@ class Sparse(nnx.Module):
     fits = _all(origin.served(made, policies))
     mine = [path for path, of in known.items() if path in rules and not origin.is_of(of.sums, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
-    packed = {path for path in projections if _is_packed(states[path])}
-    searched = {path for path, p in projections.items() if is_searched(p, *_like(weights[path]))}
-    chosen = [path for path in projections if path in searched - packed]
-    moving = {path for path, p in projections.items() if p.update is not None} - packed
-    waiting = set(chosen) if self.recipe.refresh_every > 1 else set()
-    # Of a shard nothing is known: what only the optimizer knows is used as it is, and other masks are chosen anew.
     shards = {path for path in projections if not known[path].is_of(weights[path])}
-    chosen = [path for path in chosen if path not in shards & (waiting | moving)]
-    packed, moving, waiting = packed - shards, moving - shards, waiting - shards
-    if not (packed or moving or chosen):
+    packed, of_optimizer, chosen = _where_changed(projections, weights, states, shards, self.recipe)
+    if not (of_optimizer or chosen):
       return states, fits
     # In the order of the weights: that of a set is another in each process, whose program JAX's cache would not know.
-    used = [path for path in projections if path in {*packed, *moving, *chosen}]
+    used = [path for path in projections if path in {*of_optimizer, *chosen}]
     given = {path: jax.lax.stop_gradient(weights[path]) for path in used}
     cut = [path for path in projections if path in shards]
     own = {path: counts_of(weights[path], projections[path].layout_of(weights[path]).stacked) for path in cut}
     known |= {path: known[path]._replace(counts=counts) for path, counts in own.items()}
     changed = origin.changed(given, {path: known[path] for path in given})
     brought = self.brought_in.get_value()
-    refused = {path: changed[path] & (path in packed or brought) for path in used if path in packed | moving | waiting}
+    refused = {path: changed[path] & (path in packed or brought) for path in used if path in of_optimizer}
     wrong = _any(refused.values())
     stale = _any(jnp.logical_and(changed[path], jnp.logical_not(refused.get(path, False))) for path in chosen)
 
@@ -236,6 +229,33 @@ def sparse_state(
   flat[ATTRIBUTE, 'fits'] = SparseVariable(fits)
   flat[ATTRIBUTE, 'policies'] = SparseVariable(policies)
   return nnx.from_flat_state(flat)
+
+
+class _WhereChanged(NamedTuple):
+  """What a forward does where weights are others than those that their states are of.
+
+  Attributes:
+    packed: refuses it, since a packed weight is that of one step.
+    of_optimizer: these too, and, if an optimizer's states were brought in, those whose masks only that one knows.
+    chosen: else chooses masks anew.
+  """
+
+  packed: Set[str]
+  of_optimizer: Set[str]
+  chosen: Sequence[str]
+
+
+def _where_changed(
+  projections: Mapping[str, Projection], weights: Mapping[str, Array], states: Mapping[str, Any], shards: Set[str],
+  recipe: Recipe,
+) -> _WhereChanged:  # fmt: skip
+  packed = {path for path in projections if _is_packed(states[path])}
+  searched = {path for path, p in projections.items() if is_searched(p, *_like(weights[path]))} - packed
+  moving = {path for path, p in projections.items() if p.update is not None} - packed
+  waiting = searched if recipe.refresh_every > 1 else set[str]()
+  # Of a shard nothing is known: what only the optimizer knows is used as it is, and other masks are chosen anew.
+  chosen = [path for path in projections if path in searched - (shards & (waiting | moving))]
+  return _WhereChanged(packed - shards, (packed | moving | waiting) - shards, chosen)
 
 
 def _all(flags: Sequence[Array]) -> Array | None:

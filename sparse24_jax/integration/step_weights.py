@@ -10,7 +10,7 @@ from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read,
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
 from sparse24_jax.optim import DENSE_UPDATE, name_of, SparseTrainingState
 from sparse24_jax.policy import PrecisionName
-from sparse24_jax.recipe import PhaseName
+from sparse24_jax.recipe import PhaseName, PHASES
 from sparse24_jax.rules import is_array, leaves_by_path
 
 
@@ -113,6 +113,10 @@ class ReadBy(NamedTuple):
     return bool(self.trained) and not self.reads and not self.touched
 
 
+# By the folder of what an optimizer trains, '' of a single one, and by the path of a weight.
+Updates = Mapping[tuple[str, str], Sequence[ReadBy]]
+
+
 def has_dense_update(jaxpr: Any) -> bool:
   """Whether a traced step has an update of a dense phase."""
   return any(checkpoint_name_of(equation) == DENSE_UPDATE for equation in equations_of(jaxpr))
@@ -126,8 +130,9 @@ def trained_by_each(jaxpr: Any, given: Sequence[Argument], folders: Sequence[Col
   numbered = [[*each, str(i)] for i, each in enumerate(folders)]
   found, trained = follow_weights(jaxpr, [a.marks(numbered) for a in given], {}), [set[str]() for _ in folders]
   for path in dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of is not None):
-    for kinds in (('weights', 'given states'), ('dense weights', 'dense given states')):
-      for before, state in zip(*(found.named.get(name_of(kind, path), []) for kind in kinds), strict=True):
+    for phase in PHASES:
+      weights, states = (found.named.get(name_of(kind, path, phase), []) for kind in ('weights', 'given states'))
+      for before, state in zip(weights, states, strict=True):
         for i in (int(of.folder) for of in state.states if of.path == path and of.folder.isdigit()):
           trained[i] |= {w.folder for w in before.weights if w.path == path}
   return [each or set(may) for each, may in zip(trained, folders, strict=True)]
@@ -135,7 +140,7 @@ def trained_by_each(jaxpr: Any, given: Sequence[Argument], folders: Sequence[Col
 
 def follow_updates(
   jaxpr: Any, given: Sequence[Argument], folders: Sequence[Collection[str]], phase: PhaseName = 'sparse'
-) -> Mapping[tuple[str, str], Sequence[ReadBy]]:
+) -> Updates:
   """Follows weights through a step, and from the updates that it makes on through the next one.
 
   Args:
@@ -145,8 +150,7 @@ def follow_updates(
     phase: whose updates are meant.
 
   Returns:
-    By the folder of what an optimizer trains, '' of a single one, and by path: what each update of a phase says of a
-    weight, as in the program.
+    What each update of a phase says of a weight, as in the program.
   """
   several, every = len(folders) > 1, frozenset[str]().union(*folders)
   paths = list(dict.fromkeys(a.state_of for a in given if a.optimizer is not None and a.state_of is not None))
@@ -156,8 +160,9 @@ def follow_updates(
   if phase == 'dense':  # where a mask counts, whoever chose it
     made |= {name_of('chosen', path): _state(path, every) for path in paths}
   found = follow_weights(jaxpr, [argument.marks(folders) for argument in given], made)
-  kinds = ('weights', 'gradients') if phase == 'sparse' else ('dense weights', 'dense gradients')
-  weights, gradients = ({path: found.named.get(name_of(kind, path), []) for path in paths} for kind in kinds)
+  weights, gradients = (
+    {path: found.named.get(name_of(kind, path, phase), []) for path in paths} for kind in ('weights', 'gradients')
+  )
   optimizers: dict[str, dict[str, list[tuple[frozenset[Weight], Named]]]] = {}
   for path in paths:
     for before, after in zip(weights[path], gradients[path], strict=True):

@@ -1,6 +1,6 @@
 """The part of `sparse_training` where links come and go by dense gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ class _Carried(NamedTuple):
 
 def evolve(
   recipe: Recipe, inner: optax.GradientTransformation, projections: Any, params: Any, gradients: Any, updates: Any,
-  state: Any, *, rests: bool = False,
+  state: Any, *, missed: Array, rests: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
   """Updates and state of a step, where some projection changes by dense `gradients`.
 
@@ -101,6 +101,7 @@ def evolve(
     gradients: dense; if one of them is not finite anywhere, no link changes.
     updates: of the inner optimizer for existing links, and what makes the weight zero elsewhere.
     state: `SparseTrainingState` with the number of this step, the inner optimizer's new state, and all else as it was.
+    missed: whether masks are of other weights, those that were replaced, and are to be chosen anew; links stay.
     rests: whether it is known that no link changes in this step.
   """
   if rests:
@@ -112,34 +113,28 @@ def evolve(
   spread = (params, gradients, contexts(projections, params, state.count))
   weights = [_Weight(*each) for each in zip(kinds, *map(structure.flatten_up_to, spread), strict=True)]
   inner_leaves, inner_structure = jax.tree.flatten(state.inner_state)
-  places = _moments(inner, state.inner_state)
   new_updates, states, rates = map(
     structure.flatten_up_to, (updates, state.projections, state.flip_rate.per_weight)
   )
   sparse = [i for i, p in enumerate(kinds) if isinstance(p, Projection)]
+  moments = _moments(inner, state.inner_state)
+  places = {i: moments.get((weights[i].context.path, weights[i].w.shape), []) for i in sparse}
   due = state.count % recipe.refresh_every == 0
   # An inner optimizer that skips a step whose gradients are not finite must not find its links moved.
   due = _when(due, recipe.refresh_every, lambda _: _all_finite(gradients), jnp.zeros((), jnp.bool_))
   counts: list[Array] = []
-  for group in _groups([weights[i].w.size for i in sparse]):
-    chosen = [sparse[i] for i in group]
-    mine = [
-      [
-        at for at in places.get(weights[i].context.path, ())
-        if getattr(inner_leaves[at], 'shape', None) == weights[i].w.shape
-      ]
-      for i in chosen
-    ]
+  moving, masked = ({i: weights[i].w.size for i in sparse if evolving(kinds[i]) is kind} for kind in (True, False))
+  groups = [(due, group) for group in _groups(moving)] + [(due | missed, group) for group in _groups(masked)]
+  for now, chosen in groups:
     none = jnp.zeros((), jnp.float32)
     kept = [
-      _Carried(new_updates[i], states[i], rates[i], none, tuple(inner_leaves[at] for at in ats))
-      for i, ats in zip(chosen, mine, strict=True)
+      _Carried(new_updates[i], states[i], rates[i], none, tuple(inner_leaves[at] for at in places[i])) for i in chosen
     ]
-    found = _when(due, recipe.refresh_every, functools.partial(_change, [weights[i] for i in chosen]), kept)
-    for i, ats, new in zip(chosen, mine, found, strict=True):
+    found = _when(now, recipe.refresh_every, functools.partial(_change, [weights[i] for i in chosen]), kept)
+    for i, new in zip(chosen, found, strict=True):
       new_updates[i], states[i], rates[i] = new.update, new.state, new.rate
       counts.append(new.flips)
-      for at, moment in zip(ats, new.moments, strict=True):
+      for at, moment in zip(places[i], new.moments, strict=True):
         inner_leaves[at] = moment
   overall = jnp.sum(jnp.stack(counts)) / float(sum(weights[i].w.size for i in sparse))
   updates, projection_states, per_weight = map(structure.unflatten, (new_updates, states, rates))
@@ -187,23 +182,23 @@ def _when(due: Array, every: int, change: Callable[[Any], Any], kept: Any) -> An
   return when_due(due, change, kept)
 
 
-def _groups(sizes: Sequence[int]) -> list[list[int]]:
+def _groups(sizes: Mapping[int, int]) -> list[list[int]]:
   """Neighbours together: as many as are no larger than the largest of all, or than a share of one in `_LOOPS`.
 
-  >>> _groups([3, 1, 1, 2, 3])
-  [[0], [1, 2], [3], [4]]
+  >>> _groups({0: 3, 1: 1, 2: 1, 5: 2, 6: 3})
+  [[0], [1, 2], [5], [6]]
   """
-  room = max(*sizes, sum(sizes) / _LOOPS)
-  groups: list[list[int]] = [[]]
-  for i, size in enumerate(sizes):
-    if groups[-1] and sum(sizes[j] for j in groups[-1]) + size > room:
+  room = max(*sizes.values(), sum(sizes.values()) / _LOOPS) if sizes else 0
+  groups: list[list[int]] = []
+  for i, size in sizes.items():
+    if not groups or sum(sizes[j] for j in groups[-1]) + size > room:
       groups.append([])
     groups[-1].append(i)
   return groups
 
 
-def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str, list[int]]:
-  """The leaves of `inner_state` that stand at the place of a weight, by its path, in trees like the parameters."""
+def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[Any, list[int]]:
+  """The leaves of `inner_state` in trees like the parameters, by the path of the weight there and by their shape."""
 
   # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
   def paths(like_params: Any) -> Any:
@@ -215,10 +210,10 @@ def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str,
     raise ValueError(
       'links that come and go reset moments, but those of the inner optimizer are in no tree like the parameters'
     ) from error
-  found: dict[str, list[int]] = {}
-  for at, leaf in enumerate(jax.tree.leaves(named)):
-    if isinstance(leaf, str):
-      found.setdefault(leaf, []).append(at)
+  found: dict[Any, list[int]] = {}
+  for at, (path, leaf) in enumerate(zip(jax.tree.leaves(named), jax.tree.leaves(inner_state), strict=True)):
+    if isinstance(path, str):
+      found.setdefault((path, getattr(leaf, 'shape', None)), []).append(at)
   return found
 
 

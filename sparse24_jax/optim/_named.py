@@ -6,23 +6,24 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse24_jax.optim._weights import Absent, is_leaf
+from sparse24_jax.recipe import PhaseName
 from sparse24_jax.rules import map_by_path
 
-# Of weights, gradients and states that an update is given, in a sparse phase and in a dense one; of weights whose rule
-# has this precision; of masks that are chosen for a forward from the weights that it reads, and not by the optimizer.
-Given = Literal['weights', 'gradients', 'given states', 'dense weights', 'dense gradients', 'dense given states']
-Kind = Given | Literal['fp8', 'updates', 'states', 'chosen']
+# Of weights, gradients and states that an update is given, other ones in a dense phase; of weights whose rule has this
+# precision; of what an update makes; of masks that are chosen for a forward from the weights that it reads, and not by
+# the optimizer.
+Kind = Literal['weights', 'gradients', 'given states', 'fp8', 'updates', 'states', 'chosen']
 
 # Of its counter: the update is of a dense phase, where no weight may have a mask.
 DENSE_UPDATE = 'sparse24 dense update'
 
 
-def name_of(kind: Kind, path: str) -> str:
+def name_of(kind: Kind, path: str, phase: PhaseName = 'sparse') -> str:
   """The name, in a traced program, of what an update is given for a sparse weight or makes of it."""
-  return f'sparse24 {kind} {path}'
+  return f'sparse24 {"dense " if phase == "dense" else ""}{kind} {path}'
 
 
-def named(kind: Kind, projections: Any, tree: Any, params: Any) -> Any:
+def named(kind: Kind, projections: Any, tree: Any, params: Any, phase: PhaseName = 'sparse') -> Any:
   """The tree, whose entries at sparse weights have names in a traced program, by which `check_step` finds them.
 
   All of an update has them for a weight that is traced, or none. A compiled program knows nothing of it.
@@ -30,7 +31,7 @@ def named(kind: Kind, projections: Any, tree: Any, params: Any) -> Any:
 
   def one(path: str, p: Any, x: Any, w: Any) -> Any:
     traced = not isinstance(p, Absent) and isinstance(w, jax.core.Tracer)
-    return checkpoint_name(x, name_of(kind, path)) if traced else x
+    return checkpoint_name(x, name_of(kind, path, phase)) if traced else x
 
   return map_by_path(one, projections, tree, params, is_leaf=is_leaf)
 

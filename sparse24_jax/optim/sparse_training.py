@@ -1,10 +1,10 @@
 """`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 import contextlib
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -138,33 +138,7 @@ def sparse_training(
   inner = optax.with_extra_args_support(inner)
 
   def init(params: Any) -> SparseTrainingState:
-    require_arrays(params, or_numbers=True)
-    inner_state, given = inner.init(params), params
-    if states_of(inner_state, SparseTrainingState):
-      raise ValueError('inner holds sparse_training already; one recipe takes several rules')
-    if states_of(inner_state, optax.MultiStepsState):
-      raise ValueError(
-        'inner holds optax.MultiSteps, by which each micro-batch would count as a step, with decay, refreshes and'
-        ' phases of its own: put it outside, optax.MultiSteps(sparse_training(optimizer, recipe), every_k_schedule)'
-      )
-    params = unboxed(params)
-    with _parts_are_named(params):
-      projections = projections_of(params, recipe)
-    log_matches(params, recipe, whole=not _left_out(params)[0])
-    at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
-    states = map_sparse(_start, projections, params, at_start)
-    rates = map_sparse(_no_rate, projections, params)
-    none_yet = FlipRate(jnp.float32(NOT_COMPARED), rates)
-    if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
-      message = (
-        f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
-      )
-      _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
-    left = _left.at_start(_left.samples(projections, params))
-    identity = _identity.at_start(recipe.layouts, [path for path, _ in leaves_by_path(states)])
-    count = jnp.zeros((), jnp.int32)
-    state = SparseTrainingState(count, states, none_yet, inner_state, recipe.layouts, left, identity)
-    return map_weights(functools.partial(boxed, given), state)
+    return _start(inner, recipe, params)
 
   def update(
     updates: Any, state: SparseTrainingState, params: Any = None, *, refresh: bool | None = None, **extra: Any
@@ -181,23 +155,16 @@ def sparse_training(
     _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
-    params, updates = unboxed(params), unboxed(updates)
-    require_gradients(params, updates)
-    state = map_weights(unboxed, state)
-    warn_of_forgotten_updates(params, state)
-    with _parts_are_named(params):
-      projections = projections_of(params, recipe)
-      in_fp8 = {path for path, rule in matched_rules(params, recipe).items() if rule.policy.precision != 'default'}
+    step = _Step(unboxed(params), unboxed(updates), map_weights(unboxed, state))
+    require_gradients(step.params, step.updates)
+    warn_of_forgotten_updates(step.params, step.state)
+    with _parts_are_named(step.params):
+      projections = projections_of(step.params, recipe)
+      in_fp8 = {path for path, rule in matched_rules(step.params, recipe).items() if rule.policy.precision != 'default'}
     sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
-    require_same_weights(recipe, sparse, state)
-    fits = require_same_recipe(recipe, state)
-    held = named('given states' if phase == 'sparse' else 'dense given states', projections, state.projections, params)
-    state = state._replace(projections=held)
-    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params, params)
-    params = map_by_path(lambda path, w: named_one('fp8', path, w) if path in in_fp8 else w, params)
-    updates = named('gradients' if phase == 'sparse' else 'dense gradients', projections, updates, params)
-    if phase == 'dense' and isinstance(state.count, jax.core.Tracer):
-      state = state._replace(count=checkpoint_name(state.count, DENSE_UPDATE))
+    require_same_weights(recipe, sparse, step.state)
+    fits = require_same_recipe(recipe, step.state)
+    params, updates, state = _named_step(step, phase, projections, in_fp8)
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
@@ -213,7 +180,7 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
-    due = (count % recipe.refresh_every == 0) | jnp.any(left.missed > 0)
+    due = (count % recipe.refresh_every == 0) | (missed := jnp.any(left.missed > 0))
     # Read before the inner optimizer overwrites the weights, or XLA copies them.
     left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))
     if searches and not evolves:
@@ -233,7 +200,7 @@ def sparse_training(
     if evolves:
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
-      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, rests=rests)
+      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, missed=missed, rests=rests)
       sampled = rounded_once(sampled, _left.samples(projections, updates))
     else:
       new_weights = rounded_once(params, updates)
@@ -252,6 +219,57 @@ def sparse_training(
     return updates, map_weights(functools.partial(boxed, given), state)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _start(inner: optax.GradientTransformation, recipe: Recipe, params: Any) -> SparseTrainingState:
+  """The state before the first step."""
+  require_arrays(params, or_numbers=True)
+  inner_state, given = inner.init(params), params
+  if states_of(inner_state, SparseTrainingState):
+    raise ValueError('inner holds sparse_training already; one recipe takes several rules')
+  if states_of(inner_state, optax.MultiStepsState):
+    raise ValueError(
+      'inner holds optax.MultiSteps, by which each micro-batch would count as a step, with decay, refreshes and'
+      ' phases of its own: put it outside, optax.MultiSteps(sparse_training(optimizer, recipe), every_k_schedule)'
+    )
+  params = unboxed(params)
+  with _parts_are_named(params):
+    projections = projections_of(params, recipe)
+  log_matches(params, recipe, whole=not _left_out(params)[0])
+  at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
+  states = map_sparse(_first_state, projections, params, at_start)
+  rates = map_sparse(_no_rate, projections, params)
+  none_yet = FlipRate(jnp.float32(NOT_COMPARED), rates)
+  if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
+    message = (
+      f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
+    )
+    _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
+  left = _left.at_start(_left.samples(projections, params))
+  identity = _identity.at_start(recipe.layouts, [path for path, _ in leaves_by_path(states)])
+  count = jnp.zeros((), jnp.int32)
+  state = SparseTrainingState(count, states, none_yet, inner_state, recipe.layouts, left, identity)
+  return map_weights(functools.partial(boxed, given), state)
+
+
+class _Step(NamedTuple):
+  """What an update is given, its arrays in no boxes."""
+
+  params: Any
+  updates: Any
+  state: SparseTrainingState
+
+
+def _named_step(step: _Step, phase: PhaseName, projections: Any, in_fp8: Collection[str]) -> _Step:
+  """The same arrays under names in a traced program, by which `check_step` follows them."""
+  params, updates, state = step
+  state = state._replace(projections=named('given states', projections, state.projections, params, phase))
+  params = named('weights', projections, params, params, phase)
+  params = map_by_path(lambda path, w: named_one('fp8', path, w) if path in in_fp8 else w, params)
+  updates = named('gradients', projections, updates, params, phase)
+  if phase == 'dense' and isinstance(state.count, jax.core.Tracer):
+    state = state._replace(count=checkpoint_name(state.count, DENSE_UPDATE))
+  return _Step(params, updates, state)
 
 
 @contextlib.contextmanager
@@ -288,6 +306,6 @@ def _no_rate(p: Projection, w: Array) -> Array:
   return jnp.full_like(jnp.max(p.layout_of(w).matrix(w), axis=(-2, -1)), NOT_COMPARED, jnp.float32)
 
 
-def _start(projection: Projection, w: Array, context: Context) -> Array:
+def _first_state(projection: Projection, w: Array, context: Context) -> Array:
   state = projection.init(w)
   return state if projection.update is None else projection.update(w, None, state, context).state

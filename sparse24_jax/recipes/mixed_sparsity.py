@@ -7,7 +7,7 @@ from sparse24_jax.attention import Attention
 from sparse24_jax.density import check_ramp, CosineDecay, DensitySchedule, Stage
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import dynamic_sparse
-from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.recipe import Phase, PhaseName, Recipe, Rule
 from sparse24_jax.recipes._registry import register
 from sparse24_jax.topology import Distribution, Structure
 
@@ -85,30 +85,18 @@ def mixed_sparsity(
   >>> [round(float(density(step)), 2) for step in (0, 500, 1000, 9499, 9500)]
   [1.0, 0.21, 0.1, 0.1, 1.0]
   """
-  ultra = 1 - warm_up - restoration
-  if not (0 < warm_up < 1 and 0 <= restoration < 1 and ultra > 1e-9):
-    raise ValueError(
-      f'warm_up={warm_up} must be in (0, 1), restoration={restoration} in [0, 1), and their sum below 1'
-    )
-  if round(min(warm_up, restoration or 1, ultra) * total_steps) < refresh_every:
-    raise ValueError(
-      f'a stage of {total_steps} steps x {min(warm_up, restoration or 1, ultra):g} is shorter than'
-      f' refresh_every={refresh_every}: its change of density would come late or never'
-    )
+  ultra = _ultra_sparse_share(warm_up, restoration, total_steps, refresh_every)
   check_ramp('warm_up_ramp', warm_up_ramp)
   check_ramp('restoration_ramp', restoration_ramp)
   if structure is not None and density > 0.5:
     raise ValueError(f'density={density} is above the 0.5 that structure={structure!r} can keep')
-  if structure is None:
-    stages, around = [Stage(warm_up, density, warm_up_ramp), Stage(ultra, density)], 'sparse'
-  else:
-    stages, around = [Stage(warm_up, 0.5), Stage(ultra, density)], 'dense'
-  names = [around, 'sparse']
+  free = structure is None
+  around: PhaseName = 'sparse' if free else 'dense'
+  phases = [Phase(around, warm_up), Phase('sparse', ultra, attention)]
+  stages = [Stage(warm_up, density, warm_up_ramp) if free else Stage(warm_up, 0.5), Stage(ultra, density)]
   if restoration:
-    stages.append(Stage(restoration, 1.0, restoration_ramp) if structure is None else Stage(restoration, 0.5))
-    names.append(around)
-  phases = [Phase(name, stage.fraction) for name, stage in zip(names, stages, strict=True)]
-  phases[1] = Phase('sparse', ultra, attention)
+    phases.append(Phase(around, restoration))
+    stages.append(Stage(restoration, 1.0, restoration_ramp) if free else Stage(restoration, 0.5))
   projection = dynamic_sparse(
     DensitySchedule(tuple(stages), total_steps),
     drop_fraction=CosineDecay(drop_fraction, total_steps),
@@ -127,6 +115,22 @@ def mixed_sparsity(
     rules = [sampled] if mvue_path == path else [sampled, *rules]
   name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
   return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases))
+
+
+def _ultra_sparse_share(warm_up: float, restoration: float, total_steps: int, refresh_every: int) -> float:
+  """What the other stages leave; ValueError if that is nothing, or one of them ends before its first refresh."""
+  ultra = 1 - warm_up - restoration
+  if not (0 < warm_up < 1 and 0 <= restoration < 1 and ultra > 1e-9):
+    raise ValueError(
+      f'warm_up={warm_up} must be in (0, 1), restoration={restoration} in [0, 1), and their sum below 1'
+    )
+  shortest = min(warm_up, restoration or 1, ultra)
+  if round(shortest * total_steps) < refresh_every:
+    raise ValueError(
+      f'a stage of {total_steps} steps x {shortest:g} is shorter than refresh_every={refresh_every}: its change of'
+      ' density would come late or never'
+    )
+  return ultra
 
 
 def _both(path: str, mvue_path: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
-from sparse24_jax.mvue import sampled_for
+from sparse24_jax.weight_errors import errors_name
 from tests import oracles
 from tests.draws import gaussian
 from tests.quick import jit
@@ -91,7 +91,7 @@ class LayersAlikeTest(parameterized.TestCase):
     def run(weights, of):
       y = x
       for i, (name, w) in enumerate(weights.items()):
-        with sampled_for(name):
+        with errors_name(name):
           y = of(y, w, states[name], None if key is None else jax.random.fold_in(key, i))
       return (y**2).sum()
 

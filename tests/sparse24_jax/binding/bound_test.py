@@ -71,6 +71,13 @@ class BindTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"^b of shape .*contracts it: leave it dense, recipe\.with_dense\('b'\)$"):
       s24.bind(s24.recipes.ste('a|b'), lambda params, x: x @ params['a'], both, jnp.ones((4, 8)))
 
+  def test_what_is_said_to_leave_a_weight_dense_does_so(self):
+    params, recipe = {'a': jnp.ones((8, 8)), 'b (1)': jnp.ones((8, 8))}, s24.recipes.ste('.*')
+    with self.assertRaises(ValueError) as caught:
+      s24.bind(recipe, lambda params, x: x @ params['a'], params, jnp.ones((4, 8)))
+    dense = eval(str(caught.exception).partition('leave it dense, ')[2])
+    self.assertEqual(s24.bind(dense, lambda params, x: x @ params['a'], params, jnp.ones((4, 8))).weights[0].path, 'a')
+
   def test_a_loss_may_hold_a_module(self):
     class Loss:
       module = nn.Dense(8)

@@ -205,6 +205,22 @@ class TransformTest(parameterized.TestCase):
     expected = jax.jit(jax.grad(f))(projected, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
 
+  @parameterized.named_parameters(
+    ('number', lambda w, x: x @ (w / 4.0)[:, :8], (16, 24)),
+    ('of_heads', lambda w, x: jnp.einsum('bd,dhk->bhk', x, (w * jnp.full((1, 4, 1), 2.0))[..., 4:]), (16, 4, 8)),
+    ('of_inputs', lambda w, x: x @ (w * jnp.arange(1.0, 5)[:, None, None])[:, 4:].reshape(16, 8), (4, 8, 8)),
+    ('of_experts', lambda w, x: x[None] @ (w * jnp.arange(1.0, 4)[:, None, None])[..., 8:], (3, 16, 16)),
+  )
+  def test_a_factor_of_a_weight_that_is_read_in_part(self, f, shape):
+    """As a fused projection of queries, keys and values that is divided by a root of its width."""
+    params, x = {'w': gaussian(0, shape)}, gaussian(1, (8, 16))
+    loss = lambda p, x: jnp.sum(jnp.sin(f(p['w'], x)))  # noqa: E731
+    bound = s24.bind(RECIPES['ste'], loss, params, x)
+    (variables, projected), sparse = prepare(bound, params), s24.sparsify(loss, bound)
+    found = jax.jit(jax.value_and_grad(lambda p: sparse(p, variables, None, x)))(params)
+    expected = jax.jit(jax.value_and_grad(loss))(projected, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+
   def test_a_hidden_layer_keeps_its_sharding_constraint(self):
     params, x = arguments('plain')
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))

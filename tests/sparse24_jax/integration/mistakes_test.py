@@ -85,6 +85,9 @@ class TokensInFoursTest(parameterized.TestCase):
     found = start + r"weight_grad='mvue' groups tokens in fours: .* 6 tokens\. Make"
     with jax.set_mesh(mesh), self.assertRaisesRegex(ValueError, found):
       jax.eval_shape(jax.grad(sparse), params, variables, jax.random.key(0), x)
+    with jax.set_mesh(mesh):
+      (weight,) = s24.check(MVUE, f, params, x).weights
+    self.assertRegex(weight.problem, found)
 
 
 class StepsTest(parameterized.TestCase):

@@ -212,7 +212,7 @@ class LinksTest(parameterized.TestCase):
         np.testing.assert_array_equal(a[mask], b[mask])
 
   def test_weights_are_searched_together_or_apart(self):
-    sizes = [of(normal(0), path).size for path in SPARSE]
+    sizes = {i: of(normal(0), path).size for i, path in enumerate(SPARSE)}
     self.assertEqual(_evolve._groups(sizes), [[0], [1]])
     *_, (params, state, _) = train(by_adam(), normal(0), 4)
     with mock.patch.object(_evolve, '_LOOPS', 1):

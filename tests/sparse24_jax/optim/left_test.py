@@ -271,6 +271,16 @@ class LeftTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, last, chosen)  # and then they wait
     self.assertGreater(s24.get_flip_rate(state).overall, 0.3)
 
+  def test_loaded_weights_do_not_wait_beside_links_that_come_and_go(self):
+    moving = s24.Rule('mlp/up', s24.DotPolicy(s24.dynamic_sparse(0.25, drop_fraction=0.3)))
+    tx = wrapped(dataclasses.replace(STE, rules=(moving, *STE.rules), refresh_every=100))
+    before, loaded = params_of(), jax.tree.map(lambda w: jnp.roll(w, 1, axis=0), params_of())
+    start = tx.init(before)
+    updates, state = jax.jit(tx.update)(grads_of(loaded, 0), start, loaded)
+    masks, chosen = state.projections['mlp'], tx.init(optax.apply_updates(loaded, updates)).projections['mlp']
+    np.testing.assert_array_equal(masks['down'], chosen['down'])
+    np.testing.assert_array_equal(masks['up'], start.projections['mlp']['up'])
+
   @parameterized.parameters(math.nan, math.inf)
   def test_a_number_of_steps_that_is_none(self, number):
     params = params_of()
