@@ -173,17 +173,14 @@ def while_loop(self: Interpreter, equation: Any, values: list[Value]) -> list[Va
   key = self.keys.next()
 
   def test(carry: list[Any]) -> Any:
-    return self.inside(params['cond_jaxpr'], [*map(_unmarked, for_test), *map(Value, carry)], Keys(None), equation)[0]
+    unmarked = [Value(value.array) for value in for_test]
+    return self.inside(params['cond_jaxpr'], [*unmarked, *map(Value, carry)], Keys(None), equation)[0]
 
   def body(carry: list[Any]) -> list[Any]:
     return self.inside(params['body_jaxpr'], [*for_body, *map(Value, carry)], Keys(key), equation)
 
   with _jax.under(equation):
     return [Value(a) for a in jax.lax.while_loop(test, body, [value.array for value in carried])]
-
-
-def _unmarked(value: Value) -> Value:
-  return Value(value.array)
 
 
 def cond(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:

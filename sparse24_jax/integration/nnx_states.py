@@ -250,7 +250,8 @@ def _where_changed(
   recipe: Recipe,
 ) -> _WhereChanged:  # fmt: skip
   packed = {path for path in projections if _is_packed(states[path])}
-  searched = {path for path, p in projections.items() if is_searched(p, *_like(weights[path]))} - packed
+  kinds = {path: (weights[path].shape, jnp.result_type(weights[path])) for path in projections}
+  searched = {path for path, p in projections.items() if is_searched(p, *kinds[path])} - packed
   moving = {path for path, p in projections.items() if p.update is not None} - packed
   waiting = searched if recipe.refresh_every > 1 else set[str]()
   # Of a shard nothing is known: what only the optimizer knows is used as it is, and other masks are chosen anew.
@@ -268,10 +269,6 @@ def _any(flags: Iterable[Any]) -> Any:
 
 def _is_packed(state: Any) -> bool:
   return isinstance(state.value if isinstance(state, WeightState) else state, PackedWeight)
-
-
-def _like(w: Any) -> tuple[tuple[int, ...], Any]:
-  return w.shape, jnp.result_type(w)
 
 
 def _refreshed(projection: Projection, w: Array, state: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from sparse24_jax.clusters import clustered
 from sparse24_jax.policy import ActivationPolicy, DotPolicy
-from sparse24_jax.projection import Projection
 from sparse24_jax.projections import projections_of
 from sparse24_jax.recipe import Phase, Recipe, Rule
 from sparse24_jax.recipes._registry import register
@@ -70,9 +69,5 @@ def neuron_level(
   projections = projections_of(policy)
   if policy.clusters:
     projections['up'] = clustered(projections['up'], policy.clusters.number)
-  rules = (_rule(up, projections['up'], policy), _rule(down, projections['down'], policy))
+  rules = tuple(Rule(path, DotPolicy(projections[role]), policy) for role, path in (('up', up), ('down', down)))
   return Recipe('neuron_level', rules, refresh_every=refresh_every, phases=tuple(phases))
-
-
-def _rule(path: str, projection: Projection | None, policy: ActivationPolicy) -> Rule:
-  return Rule(path, DotPolicy(projection), policy)
