@@ -24,6 +24,7 @@ from sparse24_jax.recipe import PhaseName, PHASES, Recipe
 # Ours: bytes of a line. A longer one ends in a hash of all of it.
 _WIDTH = 64
 _NO_STEP = 0
+_DENSE_END = 1 + len(PHASES)
 # By the identity of a state's counter, that one, and which programs read its masks for which phases.
 _READ: dict[int, tuple[Callable[[], Any], list[tuple[Callable[[], Any], PhaseName]]]] = {}
 
@@ -35,7 +36,8 @@ class Identity(NamedTuple):
     made_by: uint8 `[weights x 64]`, the projection of each sparse weight and how the weight is stored, as text, in the
       order of their paths. One line in all if there is none, as Orbax saves no empty array. It has one axis, since what
       has two is divided by who divides weights.
-    phase: int32 scalar, of the last step: 0 before the first one, else 1 and the number in `PHASES`.
+    phase: int32 scalar, of the last step: 0 before the first one, else 1 and the number in `PHASES`; the number after
+      these if it was a dense one that came after sparse ones.
   """
 
   made_by: Array
@@ -47,7 +49,15 @@ def at_start(layouts: Layouts, paths: Iterable[str]) -> Identity:
 
 
 def after_step(identity: Identity, phase: PhaseName) -> Identity:
-  return identity._replace(phase=jnp.full_like(identity.phase, _code(phase)))
+  code = jnp.full_like(identity.phase, _code(phase))
+  if phase == 'dense':
+    code = jnp.where((identity.phase == _code('sparse')) | (identity.phase == _DENSE_END), _DENSE_END, code)
+  return identity._replace(phase=code)
+
+
+def is_of_phase(identity: Identity, phase: PhaseName) -> bool:
+  """Whether it is known that the last step was one of a phase."""
+  return is_known(identity.phase) and bool((np.asarray(identity.phase) == _code(phase)).all())
 
 
 def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: PhaseName | None) -> bool | Array:
@@ -72,12 +82,13 @@ def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: Pha
         f'the last step of this optimizer state was one of phase number {wrong.flat[0]}, and there are {len(PHASES)}:'
         ' it is damaged, or of another version of this program. Make it by tx.init(params)'
       )
+    ends = ', after sparse ones' if recipe.phases[0].name == 'dense' and wrong.flat[0] == _DENSE_END else ''
     raise ValueError(
-      f'the last step of this optimizer state was one of phase {found!r}, after which recipe {recipe.name!r} has none'
-      f' of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step, see'
-      f' phase_at. For a dense start give the recipe a first dense phase, dataclasses.replace(recipe, phases=(Phase('
-      "'dense', 0.1), ...)), to go on after a dense end further phases. To prune all the same what was finished dense"
-      f' say so, project(..., phase={phase!r})'
+      f'the last step of this optimizer state was one of phase {found!r}{ends}, after which recipe {recipe.name!r} has'
+      f' none of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step,'
+      ' see phase_at. For a dense start give the recipe a first dense phase, dataclasses.replace(recipe, phases=('
+      "Phase('dense', 0.1), ...)), to go on after a dense end further phases. To prune all the same what was finished"
+      f' dense say so, project(..., phase={phase!r})'
     )
   return fine
 
@@ -160,13 +171,17 @@ def _code(phase: PhaseName) -> int:
 
 def _phase(code: Any) -> str | None:
   """The phase that a number of a state names, or None: it may be that of a file from elsewhere."""
-  return {_code(name): name for name in PHASES}.get(code)
+  return ({_code(name): name for name in PHASES} | {_DENSE_END: 'dense'}).get(code)
 
 
 def _before(recipe: Recipe, phase: PhaseName | None) -> list[int]:
   """The steps after which one of a phase may come."""
-  names = [each.name for each in recipe.phases]
-  return [_NO_STEP, *(_code(a) for a, b in [*itertools.pairwise(names), (phase, phase)] if b == phase and a)]
+  codes = [_code(each.name) for each in recipe.phases]
+  if _code('sparse') in codes:
+    start = codes.index(_code('sparse'))
+    codes = [code if i < start or code == _code('sparse') else _DENSE_END for i, code in enumerate(codes)]
+  own = [] if phase is None else [_code('sparse')] if phase == 'sparse' else [_code('dense'), _DENSE_END]
+  return [_NO_STEP, *own, *(a for a, b in itertools.pairwise(codes) if b in own)]
 
 
 def is_known(x: Any, *, wait: bool = False) -> bool:

@@ -225,6 +225,12 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   return [path for path, missed in _compared(state, params, wait=wait).items() if missed]
 
 
+def unchanged(state: Any, params: Any) -> bool:
+  """Whether it is known that the watched weights are those that the last step left."""
+  compared = _compared(state, params, wait=False)
+  return bool(compared) and not any(compared.values())
+
+
 def unserved(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   """The watched weights that the state does not serve.
 

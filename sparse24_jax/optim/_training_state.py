@@ -14,8 +14,9 @@ from sparse24_jax.layout import Layouts, NEW_STATE
 from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
+from sparse24_jax.projection import SoftThreshold
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import leaves_by_path, listed, VARIABLES
+from sparse24_jax.rules import leaves_by_path, listed, matched_rules, VARIABLES
 
 # A rate in the state before the first comparison. Not NaN: whoever looks for bad numbers looks at the state.
 NOT_COMPARED = -1.0
@@ -173,6 +174,31 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False, re
       f' weights (EMA) and for perturbed ones (SAM){may}. Otherwise give both of the same step; for weights that'
       f' were loaded or set, make the state of them, tx.init(params){without}',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
+    )  # fmt: skip
+
+
+def begins_dense_end(opt_state: Any) -> bool:
+  """Whether it is known that the last step of a state was a sparse one, for a step that will be dense."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  return _identity.is_of_phase(unboxed(state.identity), 'sparse')
+
+
+def warn_of_raw_weights(params: Any, opt_state: Any, recipe: Recipe) -> None:
+  """Warns, outside of jit, if a dense end is to begin with weights that the sparse steps did not compute with.
+
+  Those of a soft threshold, or beside sparse activations. Masks alone leave the choice: FST begins with raw weights.
+  """
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  given = unboxed(params)
+  others = [
+    path for path, rule in matched_rules(given, recipe).items()
+    if rule.activation or ((p := rule.policy.projection) and isinstance((p.matrix or p).form, SoftThreshold))
+  ]  # fmt: skip
+  if others and _left.unchanged(state._replace(left=unboxed(state.left)), given):
+    _dispatch.log_once(
+      f"{listed(others)}: the sparse steps computed with other weights than params, and the loss of a dense end that"
+      " begins with these may jump. Begin it with params = project(params, opt_state, recipe, phase='sparse')",
+      'sparse24_jax', logging.WARNING,
     )  # fmt: skip
 
 

@@ -166,8 +166,9 @@ def sparse_training(
     fits = require_same_recipe(recipe, step.state)
     params, updates, state = _named_step(step, phase, projections, in_fp8)
     sampled = _left.samples(projections, params)
-    # Of weights that are loaded before the first step, masks are chosen anew after it.
-    refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
+    # Of weights that are loaded before the first step, masks are chosen anew after it, if it may choose any.
+    unmended = rests and some_searched(projections, params)
+    refused = (state.count > 0) | unmended | _left.scaled(projections) if phase == 'sparse' else False
     left = _left.given(state.left, sampled, refused)
     decays = recipe.decays and phase == 'sparse'
     if decays:
@@ -212,7 +213,7 @@ def sparse_training(
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left._replace(sums=_left.sums(sampled)))
     state = state._replace(identity=_identity.after_step(state.identity, phase))
-    if rests and some_searched(projections, params):
+    if unmended:
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections, params))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates, params)))

@@ -1,4 +1,4 @@
-"""S-STE: a continuous projection, so no decay, no mask to refresh and no dense end."""
+"""S-STE: a continuous projection, so no decay, no mask to refresh and, in the paper, no dense end."""
 
 from typing import Literal
 

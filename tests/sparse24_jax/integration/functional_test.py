@@ -1,5 +1,8 @@
 """`project`: any pytree, the numbers of the recipe, straight-through gradients."""
 
+import dataclasses
+import logging
+import re
 from typing import NamedTuple
 
 from absl.testing import absltest, parameterized
@@ -14,6 +17,8 @@ from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from tests.draws import gaussian
 from tests.standard import project, standard
+
+PHASES = 'sparse', 'dense'
 
 
 class Layer(NamedTuple):
@@ -140,6 +145,30 @@ class ProjectTest(parameterized.TestCase):
       s24.project(other, state, recipe)
     said = r'kernel: params are not the weights of the last step .* right for an average .* of the same step'
     self.assertRegex(logged.output[-1], said)
+
+  def test_a_dense_end_begins_with_what_the_sparse_steps_computed_with(self):
+    """Said of weights that a soft threshold changed; masks leave the choice, and later dense steps are as any."""
+    phases = s24.Phase('sparse', 0.5), s24.Phase('dense', 0.5)
+    for base, told in ((s24.recipes.s_ste('head/kernel'), True), (s24.recipes.ste('head/kernel'), False)):
+      recipe, params = dataclasses.replace(base, phases=phases), {'head': layer(3)}
+      state = s24.sparse_training(optax.sgd(0.1), recipe, phase='sparse').init(params)
+      updates = {phase: s24.sparse_training(optax.sgd(0.1), recipe, phase=phase).update for phase in PHASES}
+      left = params
+      for _ in range(2):
+        changes, state = jax.block_until_ready(updates['sparse'](params, state, left))
+        left = optax.apply_updates(left, changes)
+      _dispatch.log_once.cache_clear()
+      with self.assertLogs('sparse24_jax') as logged:
+        s24.sparse_variables(left, state, recipe, phase='dense')
+        logging.getLogger('sparse24_jax').info('end')
+      self.assertEqual(bool(re.search('head/kernel: the sparse steps .* project', logged.output[0])), told)
+      begun = s24.project(left, state, recipe, phase='sparse')
+      with self.assertNoLogs('sparse24_jax', 'WARNING'):
+        s24.sparse_variables(begun, state, recipe, phase='dense')
+        changes, after = jax.block_until_ready(updates['dense'](params, state, begun))
+        s24.sparse_variables(optax.apply_updates(begun, changes), after, recipe, phase='dense')
+      with self.assertLogs('sparse24_jax', 'WARNING'):
+        s24.sparse_variables({'head': layer(4)}, after, recipe, phase='dense')
 
   def test_an_average_that_is_evaluated_hides_no_mistake_elsewhere(self):
     recipe, params, average = s24.recipes.ste('head/kernel'), {'head': layer(3)}, {'head': layer(4)}

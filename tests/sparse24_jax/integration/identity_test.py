@@ -228,6 +228,22 @@ class OtherPhaseTest(parameterized.TestCase):
     warmed = dataclasses.replace(FST, phases=(s24.Phase('dense', 0.1), s24.Phase('sparse', 0.9)))
     s24.sparse_variables(params, state, warmed, phase='sparse')
 
+  def test_a_dense_end_is_no_dense_start(self):
+    """A run that is finished, and goes on with more steps in all."""
+    dense, sparse = s24.Phase('dense', 0.2), s24.Phase('sparse', 0.3)
+    recipe = dataclasses.replace(FST, phases=(dense, sparse, sparse, dense))
+    again = dataclasses.replace(FST, phases=(dense, sparse, dense, sparse))
+    params = params_of(16, 16)
+    state, steps = optimizer(recipe, phase='dense').init(params), {}
+    for phase in ('dense', 'sparse', 'dense', 'dense', 'sparse'):
+      before = params, state
+      steps[phase] = steps.get(phase) or step_of(recipe, optimizer(recipe, phase=phase), phase)
+      value, params, state = steps[phase](params, state)
+    self.assertTrue(jnp.isnan(value))
+    with self.assertRaisesRegex(ValueError, "of phase 'dense', after sparse ones, after which .* none of phase 'sp"):
+      s24.sparse_variables(*before, recipe, phase='sparse')
+    s24.sparse_variables(*before, again, phase='sparse')
+
   def test_a_model_that_was_finished_dense(self):
     """`project` pruned it: the first phase is that of none given."""
     params, tx = params_of(16, 16), optimizer(FST, phase='dense')

@@ -193,6 +193,23 @@ class LeftTest(parameterized.TestCase):
     else:
       s24.get_flip_rate(state)
 
+  @parameterized.parameters((False, True), (True, False), (None, False))
+  def test_weights_that_were_loaded_after_init(self, refresh, refused):
+    """A first step that is told to choose no masks leaves those of the first weights, until the next refresh."""
+    recipe = s24.recipes.transposable_srste(RULE, masked_decay=0.0)
+    tx, params = s24.sparse_training(optax.adam(0.01), recipe, phase='sparse'), params_of(shape=(16, 8))
+    state, loaded = tx.init(params), jax.tree.map(lambda w: jnp.roll(w, 1, axis=0), params)
+    update = jax.jit(tx.update, static_argnames='refresh')
+    _, new = update(grads_of(loaded, 0), state, loaded, refresh=refresh)
+    if refused:
+      with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* or the init, .* tx.init\(params\)'):
+        s24.get_flip_rate(new)
+    else:
+      s24.get_flip_rate(new)
+    rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(w.dtype), params)
+    _, new = update(grads_of(params, 0), state, rounded, refresh=refresh)
+    s24.get_flip_rate(new)
+
   def test_weights_of_another_step_of_the_run(self):
     """The differences are of both signs, and their sum is about none."""
     tx = wrapped()
