@@ -17,7 +17,6 @@ from experiments.runs.recipes import DENSE_SHARE
 type Record = Mapping[str, Any]
 
 
-
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
   """Records of feed-forward blocks, the last of equal ones, without those of tiny shapes.
 

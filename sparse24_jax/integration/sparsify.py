@@ -14,7 +14,7 @@ from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
 from sparse24_jax.layout import Layouts
-from sparse24_jax.optim import begins_dense_end, note_read, warn_of_other_weights, warn_of_raw_weights
+from sparse24_jax.optim import begins_projected, note_read, warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import is_weight, leaves_by_path, listed, nested, rule_for
 
@@ -169,9 +169,7 @@ def sparse_variables(
     raise ValueError('params is an nnx module: give its parameters, nnx.state(model, nnx.Param)')
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase == 'sparse' else None)
   note_read(opt_state, phase)
-  if phase == 'dense' and opt_state is not None and begins_dense_end(opt_state):
-    warn_of_raw_weights(params, opt_state, recipe)
-  elif opt_state is not None:
+  if opt_state is not None and not (phase == 'dense' and begins_projected(params, opt_state, recipe)):
     warn_of_other_weights(params, opt_state, reads=phase == 'sparse')
   if phase == 'dense':
     sparse = {}

@@ -3,7 +3,7 @@
 from sparse24_jax.optim._chain import Tried, try_chain
 from sparse24_jax.optim._named import DENSE_UPDATE, name_of, named_one
 from sparse24_jax.optim._training_state import (
-  begins_dense_end,
+  begins_projected,
   FlipRate,
   get_flip_rate,
   holds_state,
@@ -14,7 +14,6 @@ from sparse24_jax.optim._training_state import (
   SparseTrainingState,
   wait_until_known,
   warn_of_other_weights,
-  warn_of_raw_weights,
 )
 from sparse24_jax.optim.carry_over import carry_over
 from sparse24_jax.optim.masked_decay import add_masked_decay
@@ -31,7 +30,7 @@ __all__ = [
   'StepAdamState',
   'Tried',
   'add_masked_decay',
-  'begins_dense_end',
+  'begins_projected',
   'carry_over',
   'get_flip_rate',
   'holds_state',
@@ -50,5 +49,4 @@ __all__ = [
   'try_chain',
   'wait_until_known',
   'warn_of_other_weights',
-  'warn_of_raw_weights',
 ]

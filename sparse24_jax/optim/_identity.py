@@ -51,13 +51,14 @@ def at_start(layouts: Layouts, paths: Iterable[str]) -> Identity:
 def after_step(identity: Identity, phase: PhaseName) -> Identity:
   code = jnp.full_like(identity.phase, _code(phase))
   if phase == 'dense':
-    code = jnp.where((identity.phase == _code('sparse')) | (identity.phase == _DENSE_END), _DENSE_END, code)
+    after_sparse = (identity.phase == _code('sparse')) | (identity.phase == _DENSE_END)
+    code += (_DENSE_END - code) * after_sparse
   return identity._replace(phase=code)
 
 
-def is_of_phase(identity: Identity, phase: PhaseName) -> bool:
-  """Whether it is known that the last step was one of a phase."""
-  return is_known(identity.phase) and bool((np.asarray(identity.phase) == _code(phase)).all())
+def was_sparse(identity: Identity) -> bool:
+  """Whether it is known that the last step was a sparse one."""
+  return is_known(identity.phase) and bool((np.asarray(identity.phase) == _code('sparse')).all())
 
 
 def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: PhaseName | None) -> bool | Array:
@@ -82,7 +83,8 @@ def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: Pha
         f'the last step of this optimizer state was one of phase number {wrong.flat[0]}, and there are {len(PHASES)}:'
         ' it is damaged, or of another version of this program. Make it by tx.init(params)'
       )
-    ends = ', after sparse ones' if recipe.phases[0].name == 'dense' and wrong.flat[0] == _DENSE_END else ''
+    ends = recipe.phases[0].name == 'dense' and wrong.flat[0] == _DENSE_END
+    ends = ', after sparse ones (is this a run of more steps in all than before?)' if ends else ''
     raise ValueError(
       f'the last step of this optimizer state was one of phase {found!r}{ends}, after which recipe {recipe.name!r} has'
       f' none of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step,'
@@ -176,12 +178,14 @@ def _phase(code: Any) -> str | None:
 
 def _before(recipe: Recipe, phase: PhaseName | None) -> list[int]:
   """The steps after which one of a phase may come."""
-  codes = [_code(each.name) for each in recipe.phases]
-  if _code('sparse') in codes:
-    start = codes.index(_code('sparse'))
-    codes = [code if i < start or code == _code('sparse') else _DENSE_END for i, code in enumerate(codes)]
-  own = [] if phase is None else [_code('sparse')] if phase == 'sparse' else [_code('dense'), _DENSE_END]
-  return [_NO_STEP, *own, *(a for a, b in itertools.pairwise(codes) if b in own)]
+  names = [each.name for each in recipe.phases]
+  codes = [_NO_STEP]
+  for i, (a, b) in enumerate([*itertools.pairwise(names), (phase, phase)]):
+    if b == phase and a:
+      codes.append(_code(a))
+      # Of a dense step by itself nothing is known before it: a state that was carried over, or an older one.
+      codes += [_DENSE_END] if a == 'dense' and (a == b or 'sparse' in names[:i]) else []
+  return codes
 
 
 def is_known(x: Any, *, wait: bool = False) -> bool:

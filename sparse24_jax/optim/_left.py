@@ -137,14 +137,28 @@ def at_start(sampled: Sequence[Array]) -> Left:
   return Left(sums(sampled), jnp.zeros(max(len(sampled), 1), jnp.float32))
 
 
-@traced_once()
-def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -> Left:
+def kept(left: Left) -> Array:
+  """For each watched weight, whether dense steps were given another altogether, to whose masks no step has seen since.
+
+  `missed` has half a step more then.
+  """
+  return (left.missed < _MOST_MISSED) & (left.missed % 1 > 0)
+
+
+@traced_once('sparse')
+def given(
+  left: Left, sampled: Sequence[Array], refused: Array | bool = False, unmended: Array | bool = False, *,
+  sparse: bool = True,
+) -> Left:  # fmt: skip
   """What a state knows once a step is given weights: for how many steps in a row they were not those that were left.
 
   Args:
     left: by the step before.
     sampled: what the step is given.
     refused: for each weight, whether it may not be another altogether.
+    unmended: for each, whether no mask or scale is chosen anew after this step. If another altogether comes to a dense
+      step then, the next sparse one that mends nothing either refuses it.
+    sparse: whether the step is.
   """
   if not sampled:
     return left
@@ -153,11 +167,12 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
   changes = found - before
   moved, squares = (jnp.mean(jnp.square(each[:, 1:]), axis=1) for each in (changes, found))
   far = jnp.abs(changes[:, 0]) > jnp.sqrt(squares) * np.array([_rounding(w) for w in sampled], np.float32)
-  missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
+  missed = jnp.where(far, jnp.minimum(jnp.floor(left.missed) + 1, _MOST_MISSED - 1), 0.0)
   # Zeros, too, are numbers of e4m3, but are no weights that were rounded.
   rounded = ((rest == 0) & (squares > 0)).astype(jnp.float32)
   others = moved > squares * _FAR**2 + rounded * np.array([_e4m3_rounding(w.shape) for w in sampled], np.float32)
-  missed = jnp.where(others & refused, _OTHERS, missed)
+  unserved = unmended & (kept(left) | others) if not sparse else False
+  missed = jnp.where(others & refused | (kept(left) & unmended & sparse), _OTHERS, missed + 0.5 * unserved)
   return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
 

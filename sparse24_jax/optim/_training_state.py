@@ -1,6 +1,7 @@
 """The state of `sparse_training`, and what is read from it wherever it lies in an optimizer state."""
 
 from collections.abc import Callable, Collection
+import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -177,18 +178,16 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False, re
     )  # fmt: skip
 
 
-def begins_dense_end(opt_state: Any) -> bool:
-  """Whether it is known that the last step of a state was a sparse one, for a step that will be dense."""
-  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  return _identity.is_of_phase(unboxed(state.identity), 'sparse')
+def begins_projected(params: Any, opt_state: Any, recipe: Recipe) -> bool:
+  """Whether a dense step begins a dense end with weights of `project`; warns, outside of jit, if it has others.
 
-
-def warn_of_raw_weights(params: Any, opt_state: Any, recipe: Recipe) -> None:
-  """Warns, outside of jit, if a dense end is to begin with weights that the sparse steps did not compute with.
-
-  Those of a soft threshold, or beside sparse activations. Masks alone leave the choice: FST begins with raw weights.
+  So does that of a recipe with a soft threshold or sparse activations, as far as it is known what step was the last.
+  Masks alone leave the choice: FST begins with raw weights.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  names = [phase.name for phase in recipe.phases]
+  if ('sparse', 'dense') not in itertools.pairwise(names) or not _identity.was_sparse(unboxed(state.identity)):
+    return False
   given = unboxed(params)
   others = [
     path for path, rule in matched_rules(given, recipe).items()
@@ -198,8 +197,9 @@ def warn_of_raw_weights(params: Any, opt_state: Any, recipe: Recipe) -> None:
     _dispatch.log_once(
       f"{listed(others)}: the sparse steps computed with other weights than params, and the loss of a dense end that"
       " begins with these may jump. Begin it with params = project(params, opt_state, recipe, phase='sparse')",
-      'sparse24_jax', logging.WARNING,
+      'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
+  return bool(others)
 
 
 def warn_of_forgotten_updates(params: Any, state: SparseTrainingState) -> None:

@@ -72,8 +72,9 @@ def sparse_training(
   weights are replaced by ones that differ by a tenth of their size, say restored without their state, the next sparse
   step leaves a state that later forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once
   refused stays so: make another by `init`. Weights that were replaced before the first step, or by ones that differ
-  less, train for one step with the masks of others; then masks are chosen anew, but links that come and go stay. Better
-  call `init` with the weights that you train.
+  less, train for one step with the masks of others; then masks are chosen anew, but links that come and go stay. Where
+  that step may choose none, by `refresh=False`, other weights altogether are refused, those that came to a dense step
+  by the next sparse one. Better call `init` with the weights that you train.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
@@ -167,9 +168,10 @@ def sparse_training(
     params, updates, state = _named_step(step, phase, projections, in_fp8)
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it, if it may choose any.
-    unmended = rests and some_searched(projections, params)
-    refused = (state.count > 0) | unmended | _left.scaled(projections) if phase == 'sparse' else False
-    left = _left.given(state.left, sampled, refused)
+    unmasked = rests and some_searched(projections, params)
+    unmended = unmasked | _left.scaled(projections)
+    refused = (state.count > 0) | unmended if phase == 'sparse' else False
+    left = _left.given(state.left, sampled, refused, unmended, sparse=phase == 'sparse')
     decays = recipe.decays and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
@@ -181,7 +183,8 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
-    due = (count % recipe.refresh_every == 0) | (missed := jnp.any(left.missed > 0))
+    missed = jnp.any((left.missed > 0) | _left.kept(state.left))
+    due = (count % recipe.refresh_every == 0) | missed
     # Read before the inner optimizer overwrites the weights, or XLA copies them.
     left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))
     if searches and not evolves:
@@ -213,7 +216,7 @@ def sparse_training(
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left._replace(sums=_left.sums(sampled)))
     state = state._replace(identity=_identity.after_step(state.identity, phase))
-    if unmended:
+    if unmasked:
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections, params))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates, params)))

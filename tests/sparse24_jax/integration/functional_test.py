@@ -162,6 +162,8 @@ class ProjectTest(parameterized.TestCase):
         s24.sparse_variables(left, state, recipe, phase='dense')
         logging.getLogger('sparse24_jax').info('end')
       self.assertEqual(bool(re.search('head/kernel: the sparse steps .* project', logged.output[0])), told)
+      if not told:
+        continue
       begun = s24.project(left, state, recipe, phase='sparse')
       with self.assertNoLogs('sparse24_jax', 'WARNING'):
         s24.sparse_variables(begun, state, recipe, phase='dense')

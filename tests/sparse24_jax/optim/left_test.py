@@ -210,6 +210,25 @@ class LeftTest(parameterized.TestCase):
     _, new = update(grads_of(params, 0), state, rounded, refresh=refresh)
     s24.get_flip_rate(new)
 
+  @parameterized.parameters((STE, False, True), (STE, None, False), (s24.recipes.s_ste(RULE), None, True))
+  def test_weights_that_were_loaded_before_a_dense_start(self, base, refresh, refused):
+    """The sparse step after it refuses a scale of others, and masks that no step between was to choose."""
+    phases = s24.Phase('dense', 0.5), s24.Phase('sparse', 0.5)
+    recipe = dataclasses.replace(base, phases=phases, refresh_every=40)
+    dense, sparse = (s24.sparse_training(optax.sgd(0.0), recipe, phase=phase) for phase in ('dense', 'sparse'))
+    params = params_of(shape=(16, 8))
+    loaded = jax.tree.map(lambda w: 3 * jnp.roll(w, 1, axis=0), params)
+    state, grads = dense.init(params), grads_of(loaded, 0)
+    for _ in range(3):
+      _, state = dense.update(grads, state, loaded, refresh=refresh)
+    s24.get_flip_rate(state)
+    _, state = sparse.update(grads, state, loaded, refresh=refresh)
+    if refused:
+      with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* or the init, .* tx.init\(params\)'):
+        s24.get_flip_rate(state)
+    else:
+      s24.get_flip_rate(state)
+
   def test_weights_of_another_step_of_the_run(self):
     """The differences are of both signs, and their sum is about none."""
     tx = wrapped()
