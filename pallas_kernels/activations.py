@@ -104,10 +104,8 @@ def _squared_relu_and_slope(z: Array) -> tuple[Array, Array]:
 
 ACTIVATIONS: dict[str, Activation] = {
   'gelu': Activation(
-    jax.nn.gelu, _gelu, _gelu_and_slope, steepest=1.13, written=(
-      lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
-      lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * jnp.power(z, 3.0)))),
-    ),
+    jax.nn.gelu, _gelu, _gelu_and_slope, steepest=1.13,
+    written=(lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),),
   ),
   'gelu_exact': Activation(
     functools.partial(jax.nn.gelu, approximate=False), _gelu_exact, _gelu_exact_and_slope, steepest=1.13,
@@ -122,8 +120,8 @@ ACTIVATIONS: dict[str, Activation] = {
     # The derivative of all is zero at zero. They differ at NaN and minus infinity alone.
     written=(
       lambda z: jnp.square(jnp.maximum(z, 0)), lambda z: jnp.square(jnp.maximum(0, z)), lambda z: jnp.clip(z, 0) ** 2,
-      lambda z: z * jax.nn.relu(z), lambda z: jax.nn.relu(z) * z, lambda z: jax.nn.relu(z) ** 2.0,
-      lambda z: jnp.square(_relu(z)), lambda z: jnp.where(z > 0, z * z, 0),
+      lambda z: z * jax.nn.relu(z), lambda z: jax.nn.relu(z) * z, lambda z: jnp.square(_relu(z)),
+      lambda z: jnp.where(z > 0, z * z, 0),
     ),
   ),
 }  # fmt: skip

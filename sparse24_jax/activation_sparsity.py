@@ -122,10 +122,11 @@ def neuron_level_ffn(
 
 def _say_neighbours(shape: tuple[int, ...], v: int) -> None:
   message = (
-    f'sparse activations choose features for {v} tokens in a row of x {list(shape)}, flattened to [tokens, d]. If these'
-    ' are of one sequence, a token depends on those behind it, and a causal model sees what it is to predict. Give such'
-    ' a block [tokens, d] with tokens of one position in a row (x.swapaxes(0, 1).reshape(-1, d) of'
-    ' [sequences, positions, d]), or take features=TwoOfFour(), which treats each token by itself'
+    f'sparse activations choose features for {v} tokens in a row of x {list(shape)}, flattened to [tokens, d] whichever'
+    ' axis a model maps over by jax.vmap. If these are of one sequence, a token depends on those behind it, and a'
+    ' causal model sees what it is to predict. Give such a block [tokens, d] with tokens of one position in a row'
+    ' (x.swapaxes(0, 1).reshape(-1, d) of [sequences, positions, d]), or take features=TwoOfFour(), which treats each'
+    ' token by itself'
   )
   log_once(message, 'sparse24_jax', logging.WARNING)
 

@@ -114,6 +114,8 @@ def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool
     return arguments[0]
   if name == 'square':
     name, params = 'integer_pow', {'y': 2}
+  if name == 'pow' and arguments[1] in ('2', '3'):
+    name, params, arguments = 'integer_pow', {'y': int(arguments[1])}, arguments[:1]
   if name == 'convert_element_type':
     # Of a number, or to the same dtype, it changes nothing.
     aval, dtype = equation.invars[0].aval, jnp.dtype(str(params['new_dtype']))
@@ -143,19 +145,31 @@ def _derivative_text(equation: Any) -> str:
 
 
 def _jaxpr_text(jaxpr: Any, arguments: Sequence[str], *, derivatives: bool = True) -> str:
+  """Of a function of entries. Under `vmap` a derivative may transpose what it is given, and its result back."""
   opened, constants = _jax.open_jaxpr(jaxpr)
   known = dict(zip(opened.invars, arguments, strict=True))
   known.update((v, _number(c) if np.ndim(c) == 0 else '?') for v, c in zip(opened.constvars, constants, strict=True))
+  orders: dict[Any, tuple[int, ...]] = {}
 
   def read(atom: Any) -> str:
     return _number(atom.val) if _jax.is_literal(atom) else known[atom]
 
+  def order_of(atom: Any) -> tuple[int, ...] | None:
+    """In which order it has the axes of the arguments; None of a number."""
+    return None if atom.aval.ndim == 0 or _is_number(read(atom)) else orders.get(atom, tuple(range(atom.aval.ndim)))
+
   for equation in opened.eqns:
     given = [read(atom) for atom in equation.invars]
-    one = len(equation.outvars) == 1
-    text = _equation_text(equation, given, derivatives=derivatives) if one else '?'
+    found = {order for atom in equation.invars if (order := order_of(atom)) is not None}
+    one = len(equation.outvars) == 1 and len(found) <= 1
+    if one and equation.primitive.name == 'transpose':
+      text, found = given[0], {tuple(order[i] for i in equation.params['permutation']) for order in found}
+    else:
+      text = _equation_text(equation, given, derivatives=derivatives) if one else '?'
     known.update(dict.fromkeys(equation.outvars, text))
-  return read(opened.outvars[0])
+    orders.update((variable, order) for variable in equation.outvars for order in found)
+  (out, *_) = opened.outvars
+  return read(out) if order_of(out) in (None, tuple(range(out.aval.ndim))) else '?'
 
 
 @functools.cache

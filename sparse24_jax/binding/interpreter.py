@@ -70,7 +70,7 @@ class _Interpreter(calls.Interpreter):
     if name in ELEMENTWISE and any(value.waits for value in values) and not any(value.mark for value in values):
       return [_put_off(equation, values)]
     if ended := roots_of(values):
-      self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
+      self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result{_INSTEAD.get(name, "")}')
     return self._plain(equation, values, name)
 
   def _matmul(self, equation: Any, values: list[Value], name: str) -> list[Value]:
@@ -173,8 +173,7 @@ def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
 
 def _with_block(value: Value) -> Value:
   """The result of a matmul, perhaps in another order, that knows the block that it ends."""
-  found = value.made_by.whole if isinstance(value.made_by, Part) else value.made_by
-  assert isinstance(found, Matmul)
+  found = _matmul_of(value)
   block = find_block(found)
   if isinstance(block, Apart):
     found.matmuls.apart(block.maps, block.reason)
@@ -185,29 +184,52 @@ def _with_block(value: Value) -> Value:
 
 def _put_off(equation: Any, values: list[Value]) -> Value:
   """An elementwise equation on what waits for its block; the bias of a matmul is kept with it."""
-  made = Elementwise(equation, values)
-  if equation.primitive.name == 'convert_element_type' and (order := _rounds(equation, values[0])) is not None:
-    found = values[0].made_by.whole if isinstance(values[0].made_by, Part) else values[0].made_by
-    return Part.in_order(_with_block(Value(made_by=dataclasses.replace(found, rounded=True))), order)
-  if equation.primitive.name == 'add' and len(values) == 2:
-    for value, other in (values, reversed(values)):
-      found = value.made_by
-      if value.waits and isinstance(found, Matmul) and found.bias is None and other.row is not None:
-        return Value(made_by=dataclasses.replace(found, bias=other.row, added=made))
-  return Value(made_by=made)
+  name, orders = equation.primitive.name, [_whole_order(value) for value in values]
+  if name == 'convert_element_type' and orders[0] is not None and _rounds(equation, values[0]):
+    rounded = dataclasses.replace(_matmul_of(values[0]), rounded=True)
+    return Part.in_order(_with_block(Value(made_by=rounded)), orders[0])
+  if name == 'add' and len(values) == 2:
+    for side, order in enumerate(orders):
+      row = values[1 - side].row
+      if order and row and order[row.axis] == len(order) - 1 and _matmul_of(values[side]).bias is None:
+        return _with_bias(equation, values, side, row.array, order)
+  return Value(made_by=Elementwise(equation, values))
 
 
-def _rounds(equation: Any, value: Value) -> tuple[int, ...] | None:
-  """The order of the axes of a matmul if a cast makes of it what an op of 16 bits gives, whose sums are float32."""
-  made, dtype = value.made_by, equation.outvars[0].aval.dtype
-  found = made.whole if isinstance(made, Part) else made
-  if not value.waits or not isinstance(found, Matmul) or found.bias is not None or found.dtype == dtype:
-    return None
-  if found.operands != dtype or jnp.promote_types(found.dtype, dtype) != found.dtype:
-    return None
-  if isinstance(made, Part):
-    return None if made.told else made.order
-  return tuple(range(equation.outvars[0].aval.ndim))
+def _whole_order(value: Value) -> tuple[int, ...] | None:
+  """The order in which a value has the axes of a matmul, of which it is all; None of another value, and of a name."""
+  match value.made_by if value.waits else None:
+    case Matmul() as found:
+      return tuple(range(len(found.result.axes)))
+    case Part(told=False) as part:
+      return part.order
+  return None
+
+
+def _matmul_of(value: Value) -> Matmul:
+  """The matmul that a value is all of, or a part."""
+  found = value.made_by.whole if isinstance(value.made_by, Part) else value.made_by
+  assert isinstance(found, Matmul)
+  return found
+
+
+def _with_bias(equation: Any, values: Sequence[Value], side: int, bias: Any, order: tuple[int, ...]) -> Value:
+  """A matmul with its bias, added in its own order of axes: a model may transpose the result first, as `vmap` does."""
+  made = values[side].made_by
+  whole = made.root if isinstance(made, Part) else values[side]
+  with _jax.under(equation):
+    other = Value(jnp.transpose(values[1 - side].array, [order.index(axis) for axis in range(len(order))]))
+  added = Elementwise(equation, [other, whole] if side else [whole, other])
+  found = dataclasses.replace(_matmul_of(whole), bias=bias, added=added)
+  return Part.in_order(Value(made_by=found), order)
+
+
+def _rounds(equation: Any, value: Value) -> bool:
+  """Whether a cast makes of a matmul what an op of 16 bits gives, whose sums are float32."""
+  found, dtype = _matmul_of(value), equation.outvars[0].aval.dtype
+  if found.bias is not None or found.dtype == dtype or found.operands != dtype:
+    return False
+  return jnp.promote_types(found.dtype, dtype) == found.dtype
 
 
 def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
@@ -225,6 +247,13 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   return self._rebound(equation, values)
 
 
+# What to do about what ends a block.
+_INSTEAD = {
+  'transpose': (
+    ' (between the matmuls of a block only the result of the first may be transposed, and not what is made of it: swap'
+    ' the axes in front of the block and behind it; jax.vmap over another axis than the first transposes, too)'
+  ),
+}
 # Whole trees of parameters go through these.
 _EACH_AS_IT_IS = frozenset(('device_put', 'optimization_barrier'))
 _INSIDE: Mapping[str, Callable[[_Interpreter, Any, list[Value]], list[Value]]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.binding.values import Value
+from sparse24_jax.binding.values import Row, Value
 
 # What gives the same number in NumPy as in XLA.
 _EXACT = {'sqrt': np.sqrt, 'add': np.add, 'sub': np.subtract, 'mul': np.multiply, 'div': np.divide, 'neg': np.negative}
@@ -34,16 +34,16 @@ def number_of(equation: Any, values: Sequence[Value]) -> Any:
 _REPEATS = ('broadcast_in_dim', 'reshape')
 
 
-def row_of(equation: Any, value: Value) -> Any:
-  """The vector along the last axis that the result of an equation repeats, if it is one."""
+def row_of(equation: Any, value: Value) -> Row | None:
+  """The vector along one axis that the result of an equation repeats, if it is one."""
   (out,) = (v.aval for v in equation.outvars)
-  shape = getattr(out, 'shape', ())
-  if len(shape) < 1 or not hasattr(value.held, 'ndim') or equation.primitive.name not in _REPEATS:
+  name, shape = equation.primitive.name, getattr(out, 'shape', ())
+  if not shape or not hasattr(value.held, 'ndim') or name not in _REPEATS:
     return None
-  row = value.held if value.held.ndim == 1 else value.row
-  if row is None or row.shape != shape[-1:] or row.shape == (1,):
+  row = Row(value.held, 0) if value.held.ndim == 1 else value.row
+  if row is None or row.array.size == 1 or row.array.size not in shape:
     return None
-  name, params = equation.primitive.name, equation.params
-  if name == 'broadcast_in_dim':
-    return row if params['broadcast_dimensions'][-1:] == (len(shape) - 1,) else None
-  return row if name == 'reshape' and out.size == row.size else None
+  if name == 'reshape':
+    return row._replace(axis=shape.index(row.array.size)) if out.size == row.array.size else None
+  axis = equation.params['broadcast_dimensions'][row.axis]
+  return row._replace(axis=int(axis))

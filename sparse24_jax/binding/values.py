@@ -16,6 +16,13 @@ from sparse24_jax.binding.view import follow, View
 from sparse24_jax.layout import Layout
 
 
+class Row(NamedTuple):
+  """A vector that an array repeats, and the axis of the array along which it lies, as the bias of a layer does."""
+
+  array: Any
+  axis: int
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
   """An array of the model, and what it is.
@@ -25,7 +32,7 @@ class Value:
     mark: what it is of a weight, if anything.
     state: of that weight, less the axes that loops took.
     unscaled: of a view with factors the entries of the weight without them.
-    row: a vector along the last axis that this repeats, as the bias of a layer does.
+    row: a vector that this repeats.
     repeated: the array that a broadcast made it of, and the axes of this that are those of the array.
     made_by: how to make it, of a value that was put off: a matmul that may be part of a block, or what follows it.
   """
@@ -34,7 +41,7 @@ class Value:
   mark: View | Altered | None = None
   state: Any = None
   unscaled: Any = None
-  row: Any = None
+  row: Row | None = None
   repeated: tuple[Any, tuple[int, ...]] | None = None
   made_by: 'Matmul | Part | Elementwise | None' = None
 

@@ -29,7 +29,9 @@ def neuron_level(
 
   Start the tail from the projected weights, `params = s24.project(params, opt_state, recipe, phase='sparse')`: nothing
   pulls the raw ones towards what the sparse phase trained. A block of V tokens sees all of them: in a causal model fill
-  it with tokens of one position in different sequences, and evaluate without the pattern. Both are ours.
+  it with tokens of one position in different sequences, and evaluate without the pattern. Both are ours. Tokens are in
+  the order of the array that the first matmul is given. `jax.vmap` over another axis than the first leaves that order
+  as it is: in `[sequences, positions, d]` swap the axes, and do not map over the second.
 
   Args:
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.

@@ -47,6 +47,10 @@ def two_largest_of_four(matrix):
   return (groups * kept).reshape(matrix.shape)
 
 
+def _gelu_by_a_real_power(z):
+  return 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * jnp.power(z, 3.0))))
+
+
 def _gated(z):
   return jax.nn.silu(z[..., 0]) * z[..., 1]
 
@@ -126,6 +130,7 @@ class BindTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('gelu', jax.nn.gelu, 'gelu'),
     ('gelu_in_float32', lambda z: jax.nn.gelu(z.astype(jnp.float32)).astype(z.dtype), 'gelu'),
+    ('gelu_by_a_real_power', lambda z: _gelu_by_a_real_power(z.astype(jnp.float32)).astype(z.dtype), 'gelu'),
     ('silu', jax.nn.silu, 'silu'),
     ('silu_by_hand', lambda z: z * jax.nn.sigmoid(z), 'silu'),
     ('relu', jax.nn.relu, 'relu'),
@@ -134,6 +139,7 @@ class BindTest(parameterized.TestCase):
     ('squared_relu_by_product', lambda z: jax.nn.relu(z) * jax.nn.relu(z), 'squared_relu'),
     ('squared_relu_by_itself', lambda z: z * jax.nn.relu(z), 'squared_relu'),
     ('squared_relu_by_a_real_power', lambda z: jnp.power(jax.nn.relu(z), 2.0), 'squared_relu'),
+    ('squared_relu_by_a_real_power_of_maximum', lambda z: jnp.power(jnp.maximum(z, 0), 2.0), 'squared_relu'),
     ('squared_relu_by_maximum', lambda z: jnp.maximum(0, z) ** 2, 'squared_relu'),
     ('squared_relu_by_clip', lambda z: jnp.square(jnp.clip(z, 0)), 'squared_relu'),
     ('squared_relu_by_where', lambda z: jnp.where(z > 0, z**2, 0), 'squared_relu'),
@@ -180,6 +186,8 @@ class BindTest(parameterized.TestCase):
      r'several sharding constraints on its hidden layer \(8, 32\): '),
     ('divided_in_parts', lambda p, x: _gated(_constrained(x @ p['up']).reshape(8, 16, 2)) @ p['down'][:16],
      'reshape at .* reads its result'),
+    ('transposed_late', lambda p, x: jax.nn.relu(x @ p['up']).T.T @ p['down'],
+     r'transpose at .* reads its result \(between .* only the result of the first may be transposed'),
     ('divided_tokens', lambda p, x: _constrained(jax.nn.relu(x @ p['up']).T).T @ p['down'], 'transpose at .* reads'),
   )  # fmt: skip
   def test_why_matmuls_are_no_block(self, f, reason):
@@ -187,6 +195,17 @@ class BindTest(parameterized.TestCase):
     up = s24.bind(STE, f, params, x)['up']
     self.assertEqual([use.block for use in up.uses], [None])
     self.assertRegex(up.uses[0].apart, reason)
+
+  def test_a_derivative_that_is_transposed_is_another_one(self):
+    @jax.custom_jvp
+    def turned(z):
+      return jnp.maximum(z, 0)
+
+    turned.defjvp(lambda z, dz: (turned(z[0]), jnp.where(z[0] > 0, dz[0], 0).T))
+    params, x = {'up': jnp.ones((8, 8)), 'down': jnp.ones((8, 8))}, jnp.ones((8, 8))
+    for activation, found in ((turned, None), (jax.nn.relu, 'relu')):
+      bound = s24.bind(STE, lambda p, x, activation=activation: activation(x @ p['up']) @ p['down'], params, x)
+      self.assertEqual(bound['up'].uses[0].block, found)
 
   def test_symbolic_dimensions_where_nothing_sparse_is(self):
     (b,), w = jax.export.symbolic_shape('b'), jnp.ones((8, 8))
