@@ -447,6 +447,8 @@ MUTANTS = _of(
    'float64_test.py', 'name_their_weight'),
   ('a phase begins at its step', 'schedules.py', 'if step < round(done * total_steps):',
    'if step <= round(done * total_steps):', 'schedules_test.py', 'boundaries'),
+  ('a run has the steps that its recipe is made for', 'schedules.py',
+   'if recipe.total_steps not in (None, total_steps):', 'if not recipe:', 'schedules_test.py', 'another_total'),
   ('a recipe that begins dense must be told the phase', 'recipe.py', "if names[0] == 'dense' and 'sparse' in names:",
    "if names[0] == 'dense' and not names:", 'bad_setup_test.py',
    'begins_dense_without'),
