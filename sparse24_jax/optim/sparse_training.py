@@ -30,7 +30,7 @@ from sparse24_jax.optim._training_state import (
 )
 from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, some_searched, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
-from sparse24_jax.optim.step_adam import StepAdamState
+from sparse24_jax.optim.step_adam import inside_of, StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
 from sparse24_jax.rules import (
@@ -189,7 +189,8 @@ def sparse_training(
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
         compared, inner_state = jax.lax.optimization_barrier((compared, inner_state))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
-    updates, inner_state = inner.update(updates, inner_state, given, **extra)
+    with inside_of(phase if recipe.freezes_second_moment else None):
+      updates, inner_state = inner.update(updates, inner_state, given, **extra)
     boxes, updates = jax.tree.structure(updates), unboxed(updates)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
