@@ -240,6 +240,8 @@ MUTANTS = _of(
    'if not any(w in mark.updates', 'integration/check_step_test.py', 'made_once'),
   ('a gate of zeros and ones is no learning rate behind the wrapper', 'binding/gates.py',
    'return any(map(may_be_gate, operands[1:]))', 'return False', 'integration/check_step_test.py', 'let_through'),
+  ('check shows the zeros of links that come and go at the density of a run', 'optim/_weights.py',
+   'if p.update is None:', 'if p is not None:', 'binding/check_test.py', 'zeros_of_their_density'),
   ('zeros are looked for along the axis that a projection packs', 'integration/functional.py',
    '(form.axis,) if isinstance(form, SoftThreshold)', '(-2,) if isinstance(form, SoftThreshold)',
    'binding/check_test.py', 'along_its_outputs'),
