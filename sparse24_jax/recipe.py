@@ -207,6 +207,7 @@ class Recipe:
       use.
     freezes_second_moment: whether sparse phases hold Adam's second moment where the dense start left it, which
       `step_adam` inside does.
+    total_steps: of the only runs that its schedules are made for, others than which `phase_at` refuses. None: of any.
 
   >>> import sparse24_jax as s24
   >>> rule = s24.Rule('.*/mlp/.*', s24.DotPolicy(s24.magnitude()))
@@ -222,6 +223,7 @@ class Recipe:
   phases: tuple[Phase, ...] = (Phase('sparse', 1.0),)
   flip_rate: Literal['refresh', 'step'] = 'refresh'
   freezes_second_moment: bool = False
+  total_steps: int | None = None
 
   def __repr__(self) -> str:
     return repr_of(self)
@@ -234,6 +236,8 @@ class Recipe:
       raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
     check_choices(self)
     check_whole('refresh_every', self.refresh_every, 1)
+    if self.total_steps is not None:
+      check_whole('total_steps', self.total_steps, 1)
     total = sum(phase.fraction for phase in self.phases)
     if not math.isclose(total, 1.0, abs_tol=1e-6):
       raise ValueError(f'the fractions of the phases add up to {total}, not 1: {self.phases}')

@@ -18,7 +18,8 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
     total_steps: of the run.
 
   Raises:
-    ValueError: `recipe` is not a Recipe; `step` is not in `[0, total_steps)`, or is traced.
+    ValueError: `recipe` is not a Recipe, or is made for runs of another length; `step` is not in `[0, total_steps)`, or
+      is traced.
 
   Source: Hu et al., arXiv 2404.01847, section 4.4 (dense fine-tuning).
 
@@ -60,7 +61,8 @@ def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
     total_steps: of the run.
 
   Raises:
-    ValueError: `recipe` is not a Recipe; `step` is not in `[0, total_steps)`, or is traced.
+    ValueError: `recipe` is not a Recipe, or is made for runs of another length; `step` is not in `[0, total_steps)`, or
+      is traced.
 
   >>> import sparse24_jax as s24
   >>> local = s24.AttentionPattern('local', 128)
@@ -79,6 +81,12 @@ def _require_python_value(step: int) -> None:
 
 def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
   _require_python_value(step)
+  if recipe.total_steps not in (None, total_steps):
+    raise ValueError(
+      f'total_steps={total_steps}, but the schedules of recipe {recipe.name!r} are made for'
+      f' total_steps={recipe.total_steps}: give both the steps of the run; for a run that goes on longer, or stops'
+      ' earlier, make the recipe of the new total'
+    )
   if not 0 <= step < total_steps:
     raise ValueError(f'step {step} is not in [0, {total_steps})')
   done = 0.0

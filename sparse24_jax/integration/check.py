@@ -14,10 +14,12 @@ from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights, Use
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
+from sparse24_jax.density import DensitySchedule
 from sparse24_jax.integration.check_optimizer import decays_gradients, GIVE_BOUND, note_of_clip, problems_of
 from sparse24_jax.integration.functional import require_zeros
-from sparse24_jax.optim import try_chain
+from sparse24_jax.optim import first_states, projections_of, try_chain, unboxed
 from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, idle_alternatives, keep_dense, leaves_by_path, listed, match_rules
 from sparse24_jax.weight_errors import WeightError
@@ -30,6 +32,7 @@ _BLOCKS = (
 
 
 _SHARES = 'zeros: share of the entries that are pruned; gradient: share of the pruned entries that a gradient reaches'
+_HELD = 'pruned entries are held at zero until a link grows there, whatever gradient reaches them; zeros are those of'
 _UNPACKED = 'not packed once in an optimizer step for all micro-batches, where kernels run. Here:'
 _ROUNDED = (
   'parameters of 16 bits: most updates are smaller than what they round to, and are lost. Keep parameters in float32'
@@ -47,8 +50,9 @@ class CheckedWeight:
     shape: as it is stored.
     weight: what the trace found; None if it cannot be sparse.
     problem: why not, and what to do; None if it can.
-    pruned: share of the projected weight that is zero; None where only shapes were given.
-    reached: share of the pruned entries whose gradient is not zero; likewise.
+    pruned: share of the projected weight that is zero; None where only shapes were given. If a `DensitySchedule` moves
+      it, at the step of the lowest density.
+    reached: share of the pruned entries whose gradient is not zero; None, too, where nothing is pruned.
     dtype: as it is stored.
     leave_dense: whether to leave it dense is what the problem says to do.
 
@@ -107,8 +111,8 @@ class Checked:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     table = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = list(dict.fromkeys(f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None))
-    if any(w.reached is not None for w in self.weights):
-      lines.append(_SHARES)
+    if any(w.pruned is not None for w in self.weights):
+      lines += [_SHARES, *(f'{_HELD} {when}. Here: {listed(paths)}' for when, paths in _held(self.weights).items())]
     if apart := _apart(self.weights):
       lines += [_BLOCKS, *(f'  {listed(paths)}: {reason}' for reason, paths in apart.items())]
     if unpacked := _unpacked(self.weights):
@@ -227,10 +231,8 @@ def _measured(
   """Adds the share of zeros, and the share of pruned entries that a gradient reaches."""
   params = jax.tree.map(_started, params)
   rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
-  sparse = {}
-  for path in (weight.path for weight in bound.weights):
-    if (projection := rules[path].policy.projection) is not None:
-      sparse[path] = (rules[path].policy, leaves[path], projection.init(leaves[path]))
+  first = leaves_by_path(first_states(projections_of(params, bound), unboxed(params), _shown_step))
+  sparse = {path: (rules[path].policy, leaves[path], state) for path, state in first}
   states = weight_states(bound, sparse, None)
   function = sparse_function(f, bound, phase='sparse')
 
@@ -250,22 +252,47 @@ def _measured(
     if path not in sparse:
       continue
     policy, w, state = sparse[path]
+    assert policy.projection is not None
     projected = policy.projection.apply(w, state)
     pruned = projected == 0
     try:
       require_zeros(form, weight.layout.matrix(projected), weight.layout)
     except ValueError as error:
       found[path] = dataclasses.replace(found[path], problem=f'{path}: the projected weight is not 2:4: {error}')
-    reached = float(jnp.sum(pruned & (grads[path] != 0)) / jnp.maximum(pruned.sum(), 1))
-    problem = found[path].problem
-    if not reached and pruned.any():
+    reached = float(jnp.sum(pruned & (grads[path] != 0)) / pruned.sum()) if pruned.any() else None
+    problem, trained = found[path].problem, bool((grads[path] != 0).any())
+    if reached == 0 and not (trained and policy.projection.update):
       problem = problem or (
         f'{path}: no gradient reaches its pruned entries, which then never come back'
-        if (grads[path] != 0).any()
+        if trained
         else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
         f' or what the function returns does not depend on it, with these arguments at least: give such as in training'
       )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
+  return found
+
+
+def _density(projection: Projection) -> Any:
+  """The density of links that come and go, a number or a function of the step; None for other masks."""
+  return getattr((projection.matrix or projection).update, 'density', None)
+
+
+def _shown_step(projection: Projection) -> int:
+  """The step whose zeros are shown: that of the lowest density, where a schedule tells it."""
+  density = _density(projection)
+  return int(jnp.argmin(density(jnp.arange(density.total_steps)))) if isinstance(density, DensitySchedule) else 0
+
+
+def _held(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
+  """When weights whose links come and go have the zeros that are shown, and which."""
+  found: dict[str, list[str]] = {}
+  for path, weight in ((w.path, w.weight) for w in weights if w.weight is not None and w.pruned is not None):
+    projection = weight.rule.policy.projection
+    if projection is not None and projection.update is not None:
+      step, density = _shown_step(projection), _density(projection)
+      lowest = ', where the density is lowest' if isinstance(density, DensitySchedule) else ''
+      when = f'step {step}{lowest}' if callable(density) else 'all steps'
+      found.setdefault(when, []).append(path)
   return found
 
 

@@ -15,6 +15,7 @@ from sparse24_jax.optim._training_state import (
   wait_until_known,
   warn_of_other_weights,
 )
+from sparse24_jax.optim._weights import first_states, projections_of, unboxed
 from sparse24_jax.optim.carry_over import carry_over
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
@@ -32,12 +33,14 @@ __all__ = [
   'add_masked_decay',
   'begins_projected',
   'carry_over',
+  'first_states',
   'get_flip_rate',
   'holds_state',
   'mvue_gradients',
   'name_of',
   'named_one',
   'note_read',
+  'projections_of',
   'regroup_neurons',
   'require_made_for',
   'require_same_weights',
@@ -47,6 +50,7 @@ __all__ = [
   'step_adam',
   'step_has_settled',
   'try_chain',
+  'unboxed',
   'wait_until_known',
   'warn_of_other_weights',
 ]

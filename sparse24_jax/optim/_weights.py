@@ -1,5 +1,6 @@
 """Trees like the parameters, with something at each sparse weight."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +105,18 @@ def contexts(projections: Any, params: Any, step: Array) -> Any:
     shape = p.layout_of(w).matrix_shape(w.shape) if isinstance(p, Projection) else jnp.shape(w)
     shapes.setdefault(of_matrix(p), {})[path] = shape
   return map_by_path(lambda path, p: Context(step, path, shapes[of_matrix(p)]), projections, is_leaf=is_leaf)
+
+
+def first_states(projections: Any, params: Any, begin: Callable[[Projection], int] = lambda p: 0) -> Any:
+  """Tree like `params`, the states of sparse weights in a run that begins at step `begin(projection)`."""
+
+  def first(p: Projection, w: Array, context: Context) -> Array:
+    state = p.init(w)
+    if p.update is None:
+      return state
+    return p.update(w, None, state, context._replace(step=jnp.int32(begin(p)))).state
+
+  return map_sparse(first, projections, params, contexts(projections, params, jnp.zeros((), jnp.int32)))
 
 
 def flip_rates(projections: Any, old: Any, new: Any, weights: Any) -> tuple[Array, Any]:

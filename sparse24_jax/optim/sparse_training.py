@@ -28,9 +28,9 @@ from sparse24_jax.optim._training_state import (
   told_to_rest,
   warn_of_forgotten_updates,
 )
-from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, some_searched, unboxed
+from sparse24_jax.optim._weights import boxed, first_states, is_leaf, map_sparse, projections_of, some_searched, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
-from sparse24_jax.optim.step_adam import StepAdamState
+from sparse24_jax.optim.step_adam import inside_of, StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
 from sparse24_jax.rules import (
@@ -41,7 +41,6 @@ from sparse24_jax.rules import (
   require_arrays,
   require_gradients,
 )
-from sparse24_jax.topology import Context
 
 
 def sparse_training(
@@ -193,7 +192,8 @@ def sparse_training(
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
         compared, inner_state = jax.lax.optimization_barrier((compared, inner_state))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
-    updates, inner_state = inner.update(updates, inner_state, given, **extra)
+    with inside_of(phase if recipe.freezes_second_moment else None):
+      updates, inner_state = inner.update(updates, inner_state, given, **extra)
     boxes, updates = jax.tree.structure(updates), unboxed(updates)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -240,8 +240,7 @@ def _start(inner: optax.GradientTransformation, recipe: Recipe, params: Any) -> 
   with _parts_are_named(params):
     projections = projections_of(params, recipe)
   log_matches(params, recipe, whole=not _left_out(params)[0])
-  at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
-  states = map_sparse(_first_state, projections, params, at_start)
+  states = first_states(projections, params)
   rates = map_sparse(_no_rate, projections, params)
   none_yet = FlipRate(jnp.float32(NOT_COMPARED), rates)
   if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
@@ -308,8 +307,3 @@ def _unless_other(fits: bool | Array, projections: Any, updates: Any) -> Any:
 def _no_rate(p: Projection, w: Array) -> Array:
   # Divided as a rate will be, where types say how stacked axes are: only the type of what is computed here counts.
   return jnp.full_like(jnp.max(p.layout_of(w).matrix(w), axis=(-2, -1)), NOT_COMPARED, jnp.float32)
-
-
-def _first_state(projection: Projection, w: Array, context: Context) -> Array:
-  state = projection.init(w)
-  return state if projection.update is None else projection.update(w, None, state, context).state

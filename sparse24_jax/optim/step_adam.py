@@ -1,5 +1,8 @@
 """Adam for STEP: learns its second moment in the dense phase and holds it in the sparse one."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import re
 from typing import Any, NamedTuple
 
@@ -13,6 +16,17 @@ from sparse24_jax.recipe import check_phase, PhaseName
 from sparse24_jax.rules import leaves_by_path
 
 _NONE_YET = jnp.finfo(jnp.float32).max
+_around: contextvars.ContextVar[PhaseName | None] = contextvars.ContextVar('around', default=None)
+
+
+@contextlib.contextmanager
+def inside_of(phase: PhaseName | None) -> Iterator[None]:
+  """Updates in here have to be of this phase; of any if None."""
+  before = _around.set(phase)
+  try:
+    yield
+  finally:
+    _around.reset(before)
 
 
 class StepAdamState(NamedTuple):
@@ -44,11 +58,12 @@ def scale_by_step_adam(
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root of the second moment.
-    phase: `'dense'` or `'sparse'`; one state serves both.
+    phase: `'dense'` or `'sparse'`, that of the `sparse_training` around it; one state serves both.
     path: regular expression of the parameters whose second moments are watched; the paper takes those to be pruned.
 
   Raises:
-    ValueError: `b2` is not in [0, 1), `phase` is unknown, or `path` matches no parameter.
+    ValueError: `b2` is not in [0, 1), `phase` is unknown, or `path` matches no parameter; of `update`, inside of
+      `sparse_training` for `recipes.step`, the phase is another there.
 
   Source: Lu et al., arXiv 2302.01172, algorithm 1.
 
@@ -72,6 +87,12 @@ def scale_by_step_adam(
     return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), _NONE_YET, jnp.float32))
 
   def update(updates: Any, state: StepAdamState, params: Any = None):
+    if (around := _around.get()) not in (None, phase):
+      raise ValueError(
+        f'phase={phase!r} of step_adam, inside of sparse_training with phase={around!r}, whose recipe holds the second'
+        ' moment in sparse phases and learns it in dense ones: build both for each phase,'
+        ' sparse_training(step_adam(learning_rate, phase=phase), recipe, phase=phase), see phase_at'
+      )
     count = optax.safe_increment(state.count)
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     mu_hat = optax.tree.bias_correction(mu, b1, count)

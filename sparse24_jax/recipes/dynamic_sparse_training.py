@@ -26,7 +26,7 @@ def rigl(
   Args:
     path: regular expression of the weights to make sparse.
     density: kept share of all the weights together.
-    total_steps: optimizer steps of the run.
+    total_steps: optimizer steps of the run; `phase_at` refuses another.
     drop_fraction: share of a weight's links that an update replaces, at the start; falls as half a cosine.
     stop: share of the steps after which the topology rests.
     distribution: of the density over weights.
@@ -53,7 +53,8 @@ def rigl(
     )
   drop = CosineDecay(drop_fraction, rests)
   projection = dynamic_sparse(density, drop_fraction=drop, distribution=distribution, seed=seed)
-  return Recipe('rigl', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
+  rules = (Rule(path, DotPolicy(projection)),)
+  return Recipe('rigl', rules, refresh_every=refresh_every, total_steps=total_steps)
 
 
 @register(dict(density=0.5))

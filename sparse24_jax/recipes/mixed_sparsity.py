@@ -50,7 +50,7 @@ def mixed_sparsity(
 
   Args:
     path: regular expression of the weights to make sparse; the paper takes every linear layer.
-    total_steps: optimizer steps of the run; fractions and schedules refer to it.
+    total_steps: optimizer steps of the run; fractions and schedules refer to it, and `phase_at` refuses another.
     density: kept share in the ultra-sparse stage, over all the weights together. With a `structure` no layer keeps more
       than half, and what the distribution cuts from one is not given to others: at 0.5 a model keeps less than half.
     warm_up: share of the steps in which the density falls from 1.
@@ -114,7 +114,7 @@ def mixed_sparsity(
     sampled = Rule(both, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
     rules = [sampled] if mvue_path == path else [sampled, *rules]
   name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
-  return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases))
+  return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases), total_steps=total_steps)
 
 
 def _ultra_sparse_share(warm_up: float, restoration: float, total_steps: int, refresh_every: int) -> float:

@@ -1,4 +1,5 @@
 from absl.testing import absltest, parameterized
+import jax.numpy as jnp
 
 import sparse24_jax as s24
 
@@ -33,6 +34,23 @@ class PhaseAtTest(parameterized.TestCase):
       for length, phase in zip(lengths, recipe.phases, strict=True):
         self.assertAlmostEqual(length, phase.fraction * total, delta=1)
     self.assertIsInstance(phases[0], str)
+
+  @parameterized.parameters(
+    s24.recipes.mixed_sparsity('w', total_steps=40, refresh_every=2),
+    s24.recipes.mixed_sparsity('w', total_steps=40, refresh_every=2, structure='2:4'),
+    s24.recipes.rigl('w', density=0.2, total_steps=40, refresh_every=2),
+    s24.bind(
+      s24.recipes.rigl('w', density=0.2, total_steps=40, refresh_every=2),
+      lambda p, x: x @ p['w'], {'w': jnp.ones((8, 8))}, jnp.ones((1, 8)),
+    ),
+  )  # fmt: skip
+  def test_refuses_another_total_than_that_of_the_recipe(self, recipe):
+    for at in (s24.phase_at, s24.attention_at):
+      for other in (20, 80):
+        with self.assertRaisesRegex(ValueError, rf"^total_steps={other}.*'{recipe.name}'.* for total_steps=40: .*new"):
+          at(recipe, 3, other)
+    s24.attention_at(recipe, 39, 40)
+    self.assertEqual(s24.phase_at(recipe, 20, 40), 'sparse')
 
 
 if __name__ == '__main__':

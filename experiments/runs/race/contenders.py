@@ -108,7 +108,7 @@ def _shortened(recipe: s24.Recipe, scale: Any) -> s24.Recipe:
       rule, policy=dataclasses.replace(rule.policy, projection=shortened(rule.policy.projection))
     )
 
-  return dataclasses.replace(recipe, rules=tuple(map(of_rule, recipe.rules)))
+  return dataclasses.replace(recipe, rules=tuple(map(of_rule, recipe.rules)), total_steps=None)
 
 
 def of(

@@ -91,7 +91,7 @@ def run(
   Raises:
     ValueError: fewer steps than the recipe takes; nothing is trained then.
   """
-  programs.recipe(trial.decay, steps)
+  recipe = programs.recipe(trial.decay, steps)
   state: State = programs.init(np.int32(trial.seed))
   starts = order(trial.seed, steps * programs.batch, num_windows, programs.length).reshape(steps, programs.batch)
   held_out = jax.device_put(programs.held_out)
@@ -104,8 +104,8 @@ def run(
     numbers = Numbers(
       np.float32(rate_at(step, steps, trial.rate)), np.float32(trial.decay), np.int32(trial.seed), np.float32(steps)
     )
-    phase = s24.phase_at(programs.described, step, steps)
-    if step and phase != s24.phase_at(programs.described, step - 1, steps):
+    phase = s24.phase_at(recipe, step, steps)
+    if step and phase != s24.phase_at(recipe, step - 1, steps):
       state = programs.enter(phase, state)
     state, out = programs.step(phase, step)(state, tokens, starts[step], numbers)
     pending.append(out)

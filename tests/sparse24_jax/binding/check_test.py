@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 from unittest import mock
 
@@ -10,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -40,6 +42,10 @@ def params_later():
   return lambda x, *, params=None: x.reshape(-1, 8) @ params['w'], {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))
 
 
+def of_schedule(path, density):
+  return s24.Recipe('own', (s24.Rule(path, s24.DotPolicy(s24.dynamic_sparse(density))),))
+
+
 class CheckTest(parameterized.TestCase):
 
   def test_the_zeros_and_the_gradient_are_measured(self):
@@ -51,6 +57,35 @@ class CheckTest(parameterized.TestCase):
     self.assertIn('\nzeros: share of the entries that are pruned; gradient: share of the pruned', str(checked))
     frozen = s24.check(s24.recipes.ste('.*'), lambda p, x: f(jax.lax.stop_gradient(p), x), params, x)
     self.assertFalse(frozen.ok)
+    self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
+
+  @parameterized.parameters(
+    (functools.partial(s24.recipes.set_, density=0.2), 0.8, 'all steps'),
+    (functools.partial(s24.recipes.static, density=0.2), 0.8, 'all steps'),
+    (functools.partial(s24.recipes.rigl, density=0.2, total_steps=400), 0.8, 'all steps'),
+    (functools.partial(s24.recipes.mixed_sparsity, density=0.1, total_steps=4000), 0.9, 'step 400, where .*st'),
+    (
+      functools.partial(s24.recipes.mixed_sparsity, density=0.1, total_steps=4000, structure='2:4'), 0.9,
+      'step 400, where the density is lowest',
+    ),
+    (lambda path: of_schedule(path, lambda step: jnp.where(step > 9, 0.1, 0.3)), 0.7, 'step 0'),
+    (lambda path: of_schedule(path, lambda step: jnp.where(step > 9, 0.1, 1.0)), 0.0, 'step 0'),
+  )  # fmt: skip
+  def test_links_that_come_and_go_have_the_zeros_of_their_density(self, make, pruned, when):
+    f, params, x = example()
+    checked = s24.check(make('.*'), f, params, x)
+    self.assertTrue(checked.ok, checked)
+    sizes = [params[w.path].size for w in checked.weights]
+    found = np.average([w.pruned for w in checked.weights], weights=sizes)
+    self.assertAlmostEqual(found, pruned, delta=1 / min(sizes))
+    reached = [w.reached for w in checked.weights]
+    self.assertEqual(reached, [None] * 2) if not pruned else self.assertGreater(min(reached), 0.4)
+    self.assertRegex(str(checked), rf'\npruned entries are held at .* are those of {when}\. Here: out, query\n')
+
+  def test_links_that_come_and_go_are_to_be_trained(self):
+    f, params, x = example()
+    recipe = s24.recipes.static('.*', density=0.2)
+    frozen = s24.check(recipe, lambda p, x: f(jax.lax.stop_gradient(p), x), params, x)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
 
   def test_the_table_tells_which_gradients_are_sampled(self):

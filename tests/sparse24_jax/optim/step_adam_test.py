@@ -1,5 +1,7 @@
 """STEP's Adam against numpy: dense steps learn the second moment, sparse ones hold it."""
 
+import contextlib
+import itertools
 import logging
 
 from absl.testing import absltest, parameterized
@@ -86,6 +88,27 @@ class StepAdamTest(parameterized.TestCase):
 
     self.assertLen(logs_of(optax.adamw(LR)), 1)
     self.assertEmpty(logs_of(optax.chain(optax.clip(1.0), s24.step_adam(LR, phase='sparse'))))
+
+  def test_has_the_phase_of_the_recipe_around(self):
+    params = {'w': jnp.ones((4, 4))}
+    around = {
+      'alone': lambda tx: tx,
+      'chained': lambda tx: optax.chain(optax.clip(1.0), tx),
+      'of a group': lambda tx: optax.multi_transform({'a': tx}, {'w': 'a'}),
+      'skipped': lambda tx: optax.apply_if_finite(tx, 3),
+    }
+    for (name, put), of, inner in itertools.product(around.items(), ('dense', 'sparse'), ('dense', 'sparse')):
+      tx = s24.sparse_training(put(s24.step_adam(LR, phase=inner)), s24.recipes.step('w'), phase=of)
+      state = jax.eval_shape(tx.init, params)
+      told = rf"phase='{inner}' of step_adam.* sparse_training with phase='{of}'.*: build both for each phase"
+      refused = contextlib.nullcontext() if of == inner else self.assertRaisesRegex(ValueError, told)
+      with self.subTest(name, of=of, inner=inner), refused:
+        jax.eval_shape(tx.update, params, state, params)
+
+  def test_has_any_phase_under_a_recipe_that_holds_nothing(self):
+    params = {'w': jnp.ones((4, 4))}
+    tx = s24.sparse_training(s24.step_adam(LR, phase='dense'), s24.recipes.ste('w'), phase='sparse')
+    jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
   def test_second_moment_is_held_to_the_bit(self):
     params, grads = params_and_grads()
