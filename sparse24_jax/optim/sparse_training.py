@@ -182,7 +182,7 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
-    missed = jnp.any((left.missed > 0) | _left.kept(state.left))
+    missed = jnp.any((left.missed >= 1) | (_left.kept(state.left) & ~unmended))
     due = (count % recipe.refresh_every == 0) | missed
     # Read before the inner optimizer overwrites the weights, or XLA copies them.
     left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))
