@@ -3,6 +3,7 @@ import json
 import pathlib
 import shutil
 import subprocess
+import tempfile
 import types
 from unittest import mock
 
@@ -54,9 +55,8 @@ class DeviceTest(parameterized.TestCase):
   def test_the_command_names_no_folder_of_the_machine(self, argv, command):
     self.assertEqual(_device._command(argv), command)
 
-  @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
   def test_the_commit_is_that_of_the_source_wherever_the_process_runs(self):
-    known, folder = _device.commit(), self.create_tempdir().full_path
+    known, folder = _device.commit(), self.enter_context(tempfile.TemporaryDirectory())
     copied = pathlib.Path(folder, 'package', '_device.py')
     copied.parent.mkdir()
     shutil.copy(_device.__file__, copied)
@@ -68,6 +68,7 @@ class DeviceTest(parameterized.TestCase):
     with mock.patch.object(_device, '__file__', str(copied)):
       self.assertIsNone(_device.commit())
 
+  @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
   def test_one_target_a_process(self):
     args = lambda x: x + 1, targets.struct((64,), jnp.float32)
     self.assertEqual(compiling.compile_report(*args, target='sm_90a').spill_bytes, 0)
