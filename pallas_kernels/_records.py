@@ -49,13 +49,13 @@ def measured_devices() -> list[str]:
 
 
 def device_meant(name: str) -> str:
-  """The only device with records whose name contains `name`; `name` itself if none or several do, or if it is whole.
+  """The only device with records that has `name` among the words of its own; `name` if none or several have.
 
-  >>> device_meant('h100'), device_meant('nvidia'), device_meant('A100')
-  ('nvidia_h100_80gb_hbm3', 'nvidia', 'A100')
+  >>> device_meant('h100'), device_meant('nvidia'), device_meant('A100'), device_meant('h20')
+  ('nvidia_h100_80gb_hbm3', 'nvidia', 'A100', 'h20')
   """
   known = measured_devices()
-  found = [slug for slug in known if name.lower() in slug]
+  found = [slug for slug in known if f'_{name.lower()}_' in f'_{slug}_']
   return found[0] if len(found) == 1 and name not in known else name
 
 

@@ -125,10 +125,10 @@ def _ultra_sparse_share(warm_up: float, restoration: float, total_steps: int, re
       f'warm_up={warm_up} must be in (0, 1), restoration={restoration} in [0, 1), and their sum below 1'
     )
   shortest = min(warm_up, restoration or 1, ultra)
-  if round(shortest * total_steps) < refresh_every:
+  if (steps := round(shortest * total_steps)) < refresh_every:
     raise ValueError(
       f'a stage of {total_steps} steps x {shortest:g} is shorter than refresh_every={refresh_every}: its change of'
-      ' density would come late or never'
+      f' density would come late or never: give {f"refresh_every={steps} or less, or " if steps else ""}more steps'
     )
   return ultra
 
