@@ -26,8 +26,8 @@ def blocks(page):
   return re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.DOTALL)
 
 
-# Whole loops of a linen model, of Equinox, of a function and with a derivative of its own; the examples of nnx and of
-# phases; the loop of nnx.
+# Whole loops of a linen model, of Equinox, of a function and with a derivative of its own; the examples of nnx, of
+# phases and of the weights that a dense end begins with; the loop of nnx.
 LOOP, EQUINOX, FUNCTIONS, BY_HAND, *GUIDE = blocks('docs/guide.md')
 BLOCKS = (blocks('README.md')[0], *GUIDE)
 FUNCTION = blocks('README.md')[1]
@@ -245,7 +245,7 @@ class ReadmeTest(absltest.TestCase):
   def test_loop_of_nnx(self):
     out, names = io.StringIO(), {}
     with contextlib.redirect_stdout(out):
-      exec(BLOCKS[4], names)
+      exec(BLOCKS[5], names)
     steps = [line.split() for line in out.getvalue().splitlines()]
     self.assertEqual([phase for _, phase, _ in steps], ['sparse'] * 10 + ['dense'] * 2)
     # The model is a plain one at the end, and better than at the start.
@@ -261,6 +261,8 @@ class ReadmeTest(absltest.TestCase):
       exec(BLOCKS[3], self.names | {'step': step, 'total_steps': 10} | (names := {}), names)
       self.assertEqual(names['phase'], phase)
       self.assertEqual(names['sparse'] == self.model, phase == 'dense')
+    exec(BLOCKS[4], self.names | names, names)
+    self.assertEqual(set(s24.verify_weights(names['params'], self.names['recipe']).values()), {0.5})
 
 
 if __name__ == '__main__':
