@@ -52,7 +52,7 @@ def after_step(identity: Identity, phase: PhaseName) -> Identity:
   code = jnp.full_like(identity.phase, _code(phase))
   if phase == 'dense':
     after_sparse = (identity.phase == _code('sparse')) | (identity.phase == _DENSE_END)
-    code += (_DENSE_END - code) * after_sparse
+    code += (_DENSE_END - code) * after_sparse.astype(code.dtype)
   return identity._replace(phase=code)
 
 

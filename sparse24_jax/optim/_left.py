@@ -172,7 +172,8 @@ def given(
   rounded = ((rest == 0) & (squares > 0)).astype(jnp.float32)
   others = moved > squares * _FAR**2 + rounded * np.array([_e4m3_rounding(w.shape) for w in sampled], np.float32)
   unserved = unmended & (kept(left) | others) if not sparse else False
-  missed = jnp.where(others & refused | (kept(left) & unmended & sparse), _OTHERS, missed + 0.5 * unserved)
+  missed += jnp.where(unserved, 0.5, 0.0)
+  missed = jnp.where(others & refused | (kept(left) & unmended & sparse), _OTHERS, missed)
   return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
 
