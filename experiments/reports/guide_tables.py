@@ -17,7 +17,8 @@ LEGEND = (
   ' normalised queries and keys.'
 )
 
-_NAME = 56  # characters of a line that a name takes
+_NAME = 56  # characters of a line that a name takes, where losses follow
+_STEP_NAME = 38  # and where times and a model do
 
 
 def tables(
@@ -36,7 +37,7 @@ def tables(
   ]  # fmt: skip
   title = 'Times as fast as a dense feed-forward block of the size asked about, by the records of kernels:'
   lines = _table(title, [*blocks.values()])
-  lines += _table('Times as fast as dense, a step, by three processes or more, and their range:', times)
+  lines += _table('Times as fast as dense, a step, by three processes or more, and their range:', times, _STEP_NAME)
   comparisons: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for each in found.values() for e in each):
     comparisons.setdefault((e.where, e.device), []).append(e)
@@ -50,19 +51,22 @@ def tables(
       mark += ' =' * (e is not first and len(e.behind(first)) > 1 and not parted(e, first))
       lead = race_table.shares_of_time(first.own, e.own) if race and e is not first else []
       times = [_share(e.shares), _share(lead)] if race else []
-      *head, who = textwrap.wrap(f'{e.who}{mark}', _NAME, subsequent_indent='  ', break_on_hyphens=False)
-      rows += [[part, *([''] * (len(rows[0]) - 1))] for part in head]
-      rows.append([who, *times, _interval(e.percent, '+.1f', '%')])
+      rows.append([f'{e.who}{mark}', *times, _interval(e.percent, '+.1f', '%')])
     against = '' if first.against in ('dense', 'dense_relu2') else f', against {first.dense.title}'
     lines += _table(f'{first.where}, {first.device}{against}:', rows)
   return lines
 
 
-def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(title: str, rows: Sequence[Sequence[str]], name: int = _NAME) -> list[str]:
+  """Lines of a table; a first cell of more than `name` characters takes several, and the others stand on its last."""
   if not rows:
     return []
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return ['', title, *('  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+  lines = []
+  for first, *others in rows:
+    *above, last = textwrap.wrap(first, name, subsequent_indent='  ', break_on_hyphens=False) or ['']
+    lines += [[part, *([''] * len(others))] for part in above] + [[last, *others]]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  return ['', title, *('  ' + '  '.join(map(str.ljust, line, widths)).rstrip() for line in lines)]
 
 
 def _share(values: Sequence[float]) -> str:
