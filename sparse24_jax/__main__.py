@@ -170,7 +170,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   print(checked.text(max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None))
   if dense := [w.path for w in checked.weights if w.leave_dense]:
     print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
-  return 0 if checked.ok else 1
+  return int(any(w.problem for w in checked.weights))  # whatever is unbound, as no name of a recipe is bound
 
 
 if __name__ == '__main__':

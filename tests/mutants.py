@@ -189,6 +189,8 @@ MUTANTS = _of(
    'return False and', 'rules_test.py', 'matches_nothing_is_told'),
   ('decay that is clipped with gradients is found', 'optim/_chain.py', 'return masks[0] if any(moved) else None',
    'return None', 'optim/chain_test.py', 'clipped_with_gradients'),
+  ('check is not ok of a recipe that has to be bound', 'integration/check.py', 'not self.unbound and all(', 'all(',
+   'binding/check_test.py', 'recipe_is_not_bound'),
   ('axes of an unbound recipe are found', 'integration/check_optimizer.py', 'if taken != weight.layout:', 'if False:',
    'binding/check_test.py', 'not_bound'),
   ('numbers of e4m3 are those of the step', 'optim/_left.py', '(rest == 0) & (squares', '(rest < 0) & (squares',

@@ -82,8 +82,9 @@ class Checked:
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
     notes: what may be wrong: alternatives in the pattern of a rule that match no weight, as a mistyped one does;
-      sums over a weight that meet what matmuls make, and weights of which a matmul makes a dense matrix; weights whose
-      axes only a bound recipe knows; masked decay that a clip seems to act on.
+      sums over a weight that meet what matmuls make, and weights of which a matmul makes a dense matrix; masked decay
+      that a clip seems to act on.
+    unbound: paths of the weights whose axes only a bound recipe knows, where this one is not.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -95,11 +96,12 @@ class Checked:
   weights: tuple[CheckedWeight, ...]
   dense: tuple[str, ...]
   notes: tuple[str, ...] = ()
+  unbound: tuple[str, ...] = ()
 
   @property
   def ok(self) -> bool:
-    """Whether every matched weight can be sparse, is, and is trained."""
-    return all(w.problem is None for w in self.weights)
+    """Whether every matched weight can be sparse, by this recipe as it is, and is trained."""
+    return not self.unbound and all(w.problem is None for w in self.weights)
 
   def __str__(self) -> str:
     return self.text()
@@ -120,6 +122,8 @@ class Checked:
     if rounded := [w.path for w in self.weights if w.dtype is not None and w.dtype.itemsize < 4]:
       lines += [f'{_ROUNDED} Here: {listed(rounded)}']
     lines += self.notes
+    if self.unbound:
+      lines.append(f'not stored as [stacked..., in, out]: {listed(self.unbound)}. {GIVE_BOUND}')
     lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
     return '\n'.join([*table, *(lines if width is None else (_wrapped(line, width) for line in lines))])
 
@@ -150,7 +154,7 @@ def check(
     **kwargs: as `args`.
 
   Returns:
-    A table as text, with `.ok`.
+    A table as text, with `.ok`, which is False too where a recipe has to be bound and is not.
 
   Raises:
     ValueError: the recipe is not a Recipe, a rule matches nothing, or the optimizer has another recipe. What is wrong
@@ -168,7 +172,7 @@ def check(
   not stored as [stacked..., in, out]: down. Give sparse_training and all else what bind(recipe, f, params, ...) gives
   stay dense: no other weight; arrays with one axis always do
   >>> checked.ok
-  True
+  False
   """
   is_bound = isinstance(recipe, Bound)
   recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, as_callable(f)
@@ -195,17 +199,17 @@ def check(
   notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
   notes += (f'WARNING  {said}' for w in found.values() if isinstance(w, BoundWeight) for said in w.notes)
   read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
-  odd = [path for path, w in read.items() if not w.layout.is_standard]
-  if odd and not is_bound and optimizer is None:  # which would tell whether it knows
-    notes.append(f'not stored as [stacked..., in, out]: {listed(odd)}. {GIVE_BOUND}')
-  if optimizer is not None:
+  unbound: list[str] = []
+  if optimizer is None:
+    unbound = [path for path, w in read.items() if not (is_bound or w.layout.is_standard)]
+  else:  # what counts is whether its recipe is bound
     tried = try_chain(optimizer, params, decays=decays_gradients(recipe))
     for path, problem in problems_of(tried, read).items():
       if path not in weights:
         raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
       weights[path] = dataclasses.replace(weights[path], problem=weights[path].problem or problem)
     notes += filter(None, [note_of_clip(tried)])
-  return Checked(tuple(weights.values()), dense, tuple(notes))
+  return Checked(tuple(weights.values()), dense, tuple(notes), tuple(unbound))
 
 
 def _checked(path: str, leaf: Any, found: BoundWeight | WeightError) -> CheckedWeight:
