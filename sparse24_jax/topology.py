@@ -135,6 +135,18 @@ class Topology:
     densities = layer_densities(density, shapes, self.distribution)
     return {k: jnp.minimum(d, 0.5) for k, d in densities.items()} if self.structure else densities
 
+  def links(self, context: Context, shape: tuple[int, ...]) -> Array:
+    """Number of links of each matrix of a weight of this shape after a change, int32 scalar."""
+    share = self.densities(context.step, context.shapes)[context.path]
+    return _links_at(share, shape[-2] * shape[-1])
+
+  def last_change(self, refresh_every: int, total_steps: int | None) -> int | None:
+    """The step of the last change of density in a run; None where nothing tells how long the run is."""
+    if not callable(self.density):
+      return 0
+    total_steps = total_steps or getattr(self.density, 'total_steps', None)
+    return total_steps and total_steps // refresh_every * refresh_every
+
   def __call__(self, w: Array, grad: Array | None, mask: Array, context: Context) -> Evolved:
     """One change of topology.
 
@@ -158,8 +170,7 @@ class Topology:
         f'{context.path} of shape {w.shape} has matrices of {math.prod(w.shape[-2:])} entries; dynamic_sparse counts up'
         ' to 2^31 - 1 links of one: divide the weight, with a leading axis for its parts'
       )
-    share = self.densities(context.step, context.shapes)[context.path]
-    target = _links_at(share, w.shape[-2] * w.shape[-1])
+    target = self.links(context, w.shape)
     drawn = draw(self.seed, context.step, context.path, w.shape)
     if grad is None:
       score = drawn if self.start == 'random' else w

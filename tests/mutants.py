@@ -244,6 +244,8 @@ MUTANTS = _of(
    'return any(map(may_be_gate, operands[1:]))', 'return False', 'integration/check_step_test.py', 'let_through'),
   ('check shows the zeros of links that come and go at the density of a run', 'optim/_weights.py',
    'if p.update is None:', 'if p is not None:', 'binding/check_test.py', 'zeros_of_their_density'),
+  ('links are held to the density of the end', 'integration/functional.py', 'if found > links', 'if found < links',
+   'integration/functional_test.py', 'density_of_the_end'),
   ('zeros are looked for along the axis that a projection packs', 'integration/functional.py',
    '(form.axis,) if isinstance(form, SoftThreshold)', '(-2,) if isinstance(form, SoftThreshold)',
    'binding/check_test.py', 'along_its_outputs'),

@@ -12,9 +12,11 @@ from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.layout import Layout
 from sparse24_jax.optim import (
+  contexts,
   holds_state,
   named_one,
   note_read,
+  projections_of,
   require_made_for,
   require_same_weights,
   sparse_states,
@@ -25,6 +27,7 @@ from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Form, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, require_recipe, resolve_phase
 from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules
+from sparse24_jax.topology import Context, Topology
 from sparse24_jax.weight_errors import errors_name
 
 
@@ -97,13 +100,15 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
       `project`.
 
   Returns:
-    Path of each sparse weight to the share of its entries that are zero, to six digits. If the recipe has no 2:4
-    pattern, as `rigl`, the shares are all there is to check.
+    Path of each sparse weight to the share of its entries that are zero, to six digits. That is all where the recipe
+    asks for no zeros in the end, as `mixed_sparsity` with a restoration, or nothing tells: a projection of your own, or
+    a density by a function of your own in a recipe without `total_steps`.
 
   Raises:
     ValueError: names the first weight that is not 2:4, or 1:4 if that is its projection, along what its matmul
-      contracts (of a transposable projection along both), with the group that is not, or that holds NaN; or weights
-      whose axes nothing tells.
+      contracts (of a transposable projection along both), with the group that is not, or that holds NaN; or, without a
+      pattern, as under `rigl`, that has fewer zeros than the density at the end of the run leaves; or weights whose
+      axes nothing tells.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -120,9 +125,11 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   rules = match_rules(params, recipe)
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
   require_axes('verify_weights', params, sparse, recipe)
+  spread = contexts(projections_of(params, recipe), params, jnp.int32(0))
+  shared = dict(leaves_by_path(spread, is_leaf=lambda node: isinstance(node, Context)))
   for path, projection in sparse.items():
     layout = projection.layout_of(weights[path])
-    form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
+    of_matrix, w = projection.matrix or projection, layout.matrix(weights[path])
     with errors_name(path):
       if jnp.isnan(w).any():
         raise ValueError(
@@ -130,11 +137,24 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
           ' of other weights or of another recipe'
         )
       try:
-        require_zeros(form, w, layout)
+        require_zeros(of_matrix.form, w, layout)
       except ValueError as error:
         raise ValueError(f'{error}; parameters as trained are dense, those of project have the zeros') from error
+      if of_matrix.form is None and isinstance(of_matrix.update, Topology):
+        _require_density(of_matrix.update, w, shared[path], recipe)
     shares[path] = round(float(jnp.mean(w == 0)), 6)
   return shares
+
+
+def _require_density(topology: Topology, w: Array, context: Context, recipe: Recipe) -> None:
+  """Raises ValueError where a weight, as [in, out], has more links than at the end of a run, if that is known."""
+  last = topology.last_change(recipe.refresh_every, recipe.total_steps)
+  if last is None:
+    return
+  links, found = int(topology.links(context._replace(step=last), w.shape)), int((w != 0).sum((-2, -1)).max())
+  if found > links * (1 + 1e-6) + 1:  # a compiled step may round shares in float32 otherwise
+    size = w.shape[-2] * w.shape[-1]
+    raise ValueError(f'{found} of {size} entries are not zero, and at the end of a run {recipe.name!r} keeps {links}')
 
 
 def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:

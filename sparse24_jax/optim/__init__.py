@@ -15,7 +15,7 @@ from sparse24_jax.optim._training_state import (
   wait_until_known,
   warn_of_other_weights,
 )
-from sparse24_jax.optim._weights import first_states, projections_of, unboxed
+from sparse24_jax.optim._weights import contexts, first_states, projections_of, unboxed
 from sparse24_jax.optim.carry_over import carry_over
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
@@ -33,6 +33,7 @@ __all__ = [
   'add_masked_decay',
   'begins_projected',
   'carry_over',
+  'contexts',
   'first_states',
   'get_flip_rate',
   'holds_state',

@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from sparse24_jax.optim import first_states, projections_of
 from tests.draws import gaussian
 from tests.standard import project, standard
 
@@ -84,6 +85,31 @@ class ProjectTest(parameterized.TestCase):
     self.assertEqual(s24.verify_weights({'w': one}, recipe), {'w': 0.75})
     with self.assertRaisesRegex(ValueError, r'w: not 1:4 along axis -2: group \(0, 0\) holds'):
       s24.verify_weights({'w': one.at[1].set(2.0)}, recipe)
+
+  @parameterized.named_parameters(
+    ('static', s24.recipes.static('.*', density=0.25), 0.75),
+    ('set', s24.recipes.set_('.*', density=0.25), 0.75),
+    ('rigl', s24.recipes.rigl('.*', density=0.25, total_steps=400), 0.75),
+    ('mixed_sparsity', s24.recipes.mixed_sparsity('.*', density=0.25, total_steps=4000, restoration=0.0), 0.75),
+    ('mixed_sparsity_that_ends_dense', s24.recipes.mixed_sparsity('.*', density=0.25, total_steps=4000), 0.0),
+  )
+  def test_links_that_come_and_go_are_held_to_the_density_of_the_end(self, recipe, zeros):
+    params = {'up': gaussian(0, (2, 16, 64)), 'down': gaussian(1, (64, 16)), 'out': gaussian(2, (4, 4, 16))}
+
+    def f(p, x):
+      return (x @ p['up'][0] + x @ p['up'][1]) @ p['down'] @ p['out'].reshape(16, 16)
+
+    recipe = s24.bind(recipe, f, params, jnp.ones((4, 16)))
+    if zeros:
+      # As the last change leaves them.
+      chosen = first_states(projections_of(params, recipe), params, lambda _: 4000)
+      pruned = jax.tree.map(lambda w, mask: jnp.where(mask, w, 0), params, chosen)
+      shares = s24.verify_weights(pruned, recipe)
+      self.assertAlmostEqual(sum(shares[path] * w.size for path, w in params.items()) / 3328, zeros, delta=1e-3)
+      with self.assertRaisesRegex(ValueError, r'down: 1024 of 1024 entries are not zero, and at .* keeps \d+$'):
+        s24.verify_weights(pruned | {'down': params['down']}, recipe)
+    else:
+      self.assertEqual(set(s24.verify_weights(params, recipe).values()), {0.0})
 
   def test_zeros_are_verified_along_the_axes_that_a_model_contracts(self):
     """A square weight [out, in] with its zeros along out, and one 2:4 along in but not along out."""
