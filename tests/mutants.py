@@ -347,6 +347,8 @@ MUTANTS = _of(
   ('weights that are loaded after init are seen by a step that chooses no masks', 'optim/sparse_training.py',
    'unmended = unmasked |', 'unmended = False |',
    'optim/left_test.py', 'loaded_after_init'),
+  ('flip rates of soft thresholds are measured in their turn', 'optim/sparse_training.py', '~unmended)) & searched',
+   '~unmended))', 'optim/refresh_test.py', 'out_of_turn'),
   ('weights that came to a dense step are known to the next sparse one', 'optim/_left.py',
    'missed += jnp.where(unserved, 0.5, 0.0)', 'missed += 0', 'optim/left_test.py', 'before_a_dense_start'),
   ('branches for two phases close over one state', 'optim/_identity.py', 'for at, phase in notes if at() is program}',

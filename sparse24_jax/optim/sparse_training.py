@@ -167,7 +167,8 @@ def sparse_training(
     params, updates, state = _named_step(step, phase, projections, in_fp8)
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it, if it may choose any.
-    unmasked = rests and some_searched(projections, params)
+    searched = some_searched(projections, params)
+    unmasked = rests and searched
     unmended = unmasked | _left.scaled(projections)
     refused = (state.count > 0) | unmended if phase == 'sparse' else False
     left = _left.given(state.left, sampled, refused, unmended, sparse=phase == 'sparse')
@@ -182,7 +183,7 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
-    missed = jnp.any((left.missed >= 1) | (_left.kept(state.left) & ~unmended))
+    missed = jnp.any((left.missed >= 1) | (_left.kept(state.left) & ~unmended)) & searched
     due = (count % recipe.refresh_every == 0) | missed
     # Read before the inner optimizer overwrites the weights, or XLA copies them.
     left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))

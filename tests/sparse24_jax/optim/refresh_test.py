@@ -1,5 +1,6 @@
 """Steps that are told to choose no masks: the same run to the last bit, without a loop; an error if one was to."""
 
+import dataclasses
 import math
 
 from absl.testing import absltest, parameterized
@@ -105,6 +106,17 @@ class RefreshTest(parameterized.TestCase):
     for i in range(3):
       params, state = programs[False](False, params, state, _grads(i))
     self.assertEqual(s24.get_flip_rate(state).overall.item(), measured)
+
+  def test_a_dense_end_that_begins_projected_measures_no_rate_of_soft_thresholds_out_of_turn(self):
+    phases, params = (s24.Phase('sparse', 0.5), s24.Phase('dense', 0.5)), {'kernel': _params()['mlp']['up']}
+    recipe = dataclasses.replace(s24.recipes.s_ste('kernel', refresh_every=3), phases=phases)
+    sparse, dense = (s24.sparse_training(optax.sgd(0.1), recipe, phase=phase) for phase in ('sparse', 'dense'))
+    state = sparse.init(params)
+    params = s24.project(params, state, recipe)
+    for rate_is_known in (False, False, True):
+      updates, state = dense.update(params, state, params)
+      params = optax.apply_updates(params, updates)
+      self.assertEqual(not jnp.isnan(s24.get_flip_rate(state).overall), rate_is_known)
 
   def _refused(self, recipe):
     """A recipe must not go without its searches."""
