@@ -15,7 +15,7 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.density import DensitySchedule
-from sparse24_jax.integration.check_optimizer import decays_gradients, GIVE_BOUND, note_of_clip, problems_of
+from sparse24_jax.integration.check_optimizer import asked_of_clips, GIVE_BOUND, notes_of_clips, problems_of
 from sparse24_jax.integration.functional import require_zeros
 from sparse24_jax.optim import first_states, projections_of, try_chain, unboxed
 from sparse24_jax.policy import DotPolicy
@@ -82,8 +82,8 @@ class Checked:
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
     notes: what may be wrong: alternatives in the pattern of a rule that match no weight, as a mistyped one does;
-      sums over a weight that meet what matmuls make, and weights of which a matmul makes a dense matrix; masked decay
-      that a clip seems to act on.
+      sums over a weight that meet what matmuls make, and weights of which a matmul makes a dense matrix; a clip that
+      seems to act on masked decay, or in front of links that come and go.
     unbound: paths of the weights whose axes only a bound recipe knows, where this one is not.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
@@ -145,8 +145,9 @@ def check(
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
       weights that the chain leaves. It finds what changes updates behind the wrapper, weights that are pruned but
       never updated (`optax.set_to_zero`), a weight that its recipe leaves dense, and a recipe that takes a weight's
-      axes for others than the model reads. A note tells of masked decay that is clipped with the gradient; optimizers
-      with one factor for all updates (DoG, DoWG, mechanize) look the same. Such a clip goes unseen where updates have
+      axes for others than the model reads. A note tells of a clip in front of links that come and go, which belongs
+      inside, and of masked decay that is clipped with the gradient, where it belongs in front; there optimizers with
+      one factor for all updates (DoG, DoWG, mechanize) look the same. Such a clip goes unseen where updates have
       one size whatever the gradient (lion, signs), where it acts on one group of weights, and in a model of one
       parameter. The parameters must be arrays; the chain updates random numbers of their shapes, at steps 0, 10, 100,
       1000 and 10000, so that late changes of a schedule show. Changes below about a millionth of a weight, or below
@@ -203,12 +204,12 @@ def check(
   if optimizer is None:
     unbound = [path for path, w in read.items() if not (is_bound or w.layout.is_standard)]
   else:  # what counts is whether its recipe is bound
-    tried = try_chain(optimizer, params, decays=decays_gradients(recipe))
+    tried = try_chain(optimizer, params, **asked_of_clips(recipe, read))
     for path, problem in problems_of(tried, read).items():
       if path not in weights:
         raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
       weights[path] = dataclasses.replace(weights[path], problem=weights[path].problem or problem)
-    notes += filter(None, [note_of_clip(tried)])
+    notes += notes_of_clips(tried)
   return Checked(tuple(weights.values()), dense, tuple(notes), tuple(unbound))
 
 

@@ -1,6 +1,7 @@
 """What `check` finds wrong with the chain of an optimizer."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from sparse24_jax.binding.bound import BoundWeight
 from sparse24_jax.optim import Tried
@@ -43,17 +44,21 @@ def problems_of(tried: Tried, weights: Mapping[str, BoundWeight]) -> dict[str, s
   return problems
 
 
-def note_of_clip(tried: Tried) -> str | None:
-  """What to say of a chain that seems to clip masked decay; no problem, as some optimizers do alike by design."""
-  return tried.clipped and (
-    f'{tried.clipped}: masked decay, which is added to its gradient, changes the updates of other weights. If a clip'
+def notes_of_clips(tried: Tried) -> list[str]:
+  """What to say of a chain that seems to clip what it should not; no problem, as some optimizers do alike by design."""
+  decay, links = tried.clipped, tried.in_front
+  return list(filter(None, (
+    decay and f'{decay}: masked decay, which is added to its gradient, changes the updates of other weights. If a clip'
     ' is inside sparse_training, it clips gradient and decay together: put it outside,'
     ' optax.chain(clip, sparse_training(optimizer, recipe)). If the optimizer finds one factor for all updates, as DoG,'
-    ' DoWG and mechanize do, all is well'
-  )
+    ' DoWG and mechanize do, all is well',
+    links and f'{links}: its gradient where it has no links, which trains nothing, changes the updates of other'
+    ' weights. If a clip is in front of sparse_training, it clips by gradients of what is pruned, too: put it inside,'
+    ' sparse_training(optax.chain(clip, optimizer), recipe)',
+  )))  # fmt: skip
 
 
-def decays_gradients(recipe: Recipe) -> bool:
-  """Whether a clip belongs outside: of links that come and go it belongs inside."""
-  links_move = any(p is not None and p.update for p in (rule.policy.projection for rule in recipe.rules))
-  return recipe.decay_on == 'gradients' and recipe.decays and not links_move
+def asked_of_clips(recipe: Recipe, weights: Mapping[str, BoundWeight]) -> dict[str, Any]:
+  """What to ask `try_chain` of a clip: outside it belongs where gradients have the decay, inside where links move."""
+  links = next((path for path, w in weights.items() if (p := w.rule.policy.projection) and p.update), None)
+  return dict(decays=links is None and recipe.decay_on == 'gradients' and recipe.decays, links=links)

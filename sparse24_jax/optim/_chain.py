@@ -1,6 +1,6 @@
 """What a whole chain does with sparse weights: whether it trains them, and leaves those of which masks are chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,8 @@ class Tried(NamedTuple):
     still: those that no step changes, while it changes other parameters.
     clipped: one whose mask has a part in the updates of other parameters, as its decay has if it is clipped with them;
       None where this was not asked.
+    in_front: the one that was asked about, if gradients of what is no link in it have a part in the updates of others,
+      as they have if they are clipped with theirs.
     sparse: all of them.
     layouts: for which the states were made.
   """
@@ -38,11 +40,14 @@ class Tried(NamedTuple):
   changed: dict[str, int]
   still: list[str]
   clipped: str | None
+  in_front: str | None
   sparse: list[str]
   layouts: Layouts
 
 
-def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: bool = False) -> Tried:
+def try_chain(
+  optimizer: optax.GradientTransformation, params: Any, *, decays: bool = False, links: str | None = None
+) -> Tried:
   """What the updates of a chain do to sparse weights.
 
   It does a few steps and compares as a run does, but looks at all weights. Only shapes, dtypes and shardings of the
@@ -52,6 +57,7 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: b
     optimizer: the chain.
     params: arrays.
     decays: whether pruned weights decay by their gradients, so that `clipped` is asked.
+    links: path of a weight whose links come and go, so that `in_front` is asked.
 
   Raises:
     ValueError: it is no chain, or has not one `sparse_training` in it.
@@ -64,21 +70,22 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: b
   params, grads = _drawn(params, 0, 0.02, 0.25), _drawn(params, 1, 1.0, 1.0)
   found: dict[str, int] = {}
   updated: set[str] = set()
-  clipped = None
+  clipped = in_front = None
   with _left.watching():
     state = optimizer.init(params)
     for count in _COUNTS:
       state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)
       params, state, ours, sizes = _one_step(step, grads, state, params, count)
       updated |= {path for path, size in sizes.items() if size != 0}
-      if decays and count and clipped is None:  # by the first step Adam knows no size, and undoes a clip
-        clipped = _clipped(step, grads, state, params, ours)
+      if count:  # by the first step Adam knows no size, and undoes a clip
+        clipped = clipped or (_clipped(step, grads, state, params, ours) if decays else None)
+        in_front = in_front or (_in_front(step, grads, state, params, ours, links) if links else None)
       jax.block_until_ready((params, ours))
       found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
   # Where nothing was updated at all, a schedule is zero in the steps that were tried, and nothing is known.
   sparse = [path for path, _ in leaves_by_path(ours.projections)]
   still = [path for path in sparse if path not in updated] if updated else []
-  return Tried(found, still, clipped, sparse, ours.layouts)
+  return Tried(found, still, clipped, in_front, sparse, ours.layouts)
 
 
 def _one_step(
@@ -111,23 +118,45 @@ def _clipped(
   masks = [path for path, leaf in leaves_by_path(ours.projections) if leaf.dtype == bool]
   if not masks:
     return None
-  large = map_by_path(
-    lambda path, w: w * 0 + float(jnp.finfo(w.dtype).max) ** 0.25 if path == masks[0] else w, params
+  large = _filled(params, masks[0], 1.0)
+  calls = [(grads, _masked(state, masks[0], kept), large) for kept in (True, False)]
+  return masks[0] if _others_differ(step, calls, masks[0], ours) else None
+
+
+def _in_front(
+  step: Callable[..., Any], grads: Any, state: Any, params: Any, ours: SparseTrainingState, path: str
+) -> str | None:
+  """The weight, if the updates of others depend on its gradients where it has no links."""
+  calls = [(_filled(grads, path, factor), _masked(state, path, False), params) for factor in (0.0, 1.0)]
+  is_sparse = path in dict(leaves_by_path(ours.projections))
+  return path if is_sparse and _others_differ(step, calls, path, ours) else None
+
+
+def _others_differ(
+  step: Callable[..., Any], calls: Sequence[tuple[Any, Any, Any]], path: str, ours: SparseTrainingState
+) -> bool:
+  """Whether two steps, of gradients, state and parameters, update others than the weight at a path differently."""
+  first, second = (_one_step(step, *call, int(ours.count))[-1] for call in calls)
+  return any(abs(first[other] - second[other]) > _MOVED * first[other] for other in first if other != path)
+
+
+def _filled(tree: Any, path: str, factor: float) -> Any:
+  """A tree with large numbers, times a factor, at a path."""
+  return map_by_path(
+    lambda found, w: w * 0 + factor * float(jnp.finfo(w.dtype).max) ** 0.25 if found == path else w, tree
   )
 
-  def sizes(kept: bool) -> dict[str, float]:
-    def of_one(node: Any) -> Any:
-      if not isinstance(node, SparseTrainingState):
-        return node
-      chosen = map_by_path(lambda path, m: (m & False) | kept if path == masks[0] else m, node.projections)
-      return node._replace(projections=chosen)
 
-    masked = jax.tree.map(of_one, state, is_leaf=lambda node: isinstance(node, SparseTrainingState))
-    return _one_step(step, grads, masked, large, int(ours.count))[-1]
+def _masked(state: Any, path: str, kept: bool) -> Any:
+  """An optimizer state whose mask at a path keeps all or nothing."""
 
-  kept, pruned = sizes(True), sizes(False)
-  moved = (abs(kept[path] - pruned[path]) > _MOVED * kept[path] for path in kept if path != masks[0])
-  return masks[0] if any(moved) else None
+  def of_one(node: Any) -> Any:
+    if not isinstance(node, SparseTrainingState):
+      return node
+    chosen = map_by_path(lambda found, m: (m & False) | kept if found == path else m, node.projections)
+    return node._replace(projections=chosen)
+
+  return jax.tree.map(of_one, state, is_leaf=lambda node: isinstance(node, SparseTrainingState))
 
 
 def _at(count: int, path: Any, leaf: Any) -> Any:

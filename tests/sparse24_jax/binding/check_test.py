@@ -255,19 +255,24 @@ class CheckTest(parameterized.TestCase):
                           (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
       self.assertEqual(s24.check(recipe, lambda p, x: x @ p['w'], params, x, optimizer=optimizer).ok, ok)
 
-  def test_decay_that_is_clipped_with_the_gradient(self):
-    """Links that come and go have no decay, and their clip inside."""
+  def test_a_clip_on_the_wrong_side(self):
+    """It belongs in front where gradients have the decay, inside where links come and go."""
     f, params, x = example()
     clip = optax.clip_by_global_norm(1.0)
     decayed = s24.bind(dataclasses.replace(s24.recipes.ste('.*'), masked_decay=1e-4), f, params, x)
     rigl = s24.bind(s24.recipes.rigl('.*', density=0.5, total_steps=9, refresh_every=3), f, params, x)
-    for recipe, told in ((decayed, True), (rigl, False)):
+    for recipe, told in (
+      (decayed, r'masked decay.* inside .*put it outside, optax.chain\(clip'),
+      (rigl, 'its gradient where it has no links.* in front .*put it inside, sparse_tr'),
+    ):
       inside = s24.sparse_training(optax.chain(clip, optax.sgd(0.1)), recipe)
-      checked = s24.check(recipe, f, params, x, optimizer=inside)
-      self.assertTrue(checked.ok)  # DoG, say, looks the same
-      self.assertLen(checked.notes, told)
-      if told:
-        self.assertRegex(str(checked), r'\nout: masked decay.* inside .*put it outside, optax.chain\(clip')
+      in_front = optax.chain(clip, s24.sparse_training(optax.sgd(0.1), recipe))
+      for tx, wrong in ((inside, recipe is decayed), (in_front, recipe is rigl)):
+        checked = s24.check(recipe, f, params, x, optimizer=tx)
+        self.assertTrue(checked.ok)  # DoG, say, looks the same
+        self.assertLen(checked.notes, wrong)
+        if wrong:
+          self.assertRegex(str(checked), rf'\nout: {told}')
 
   def test_an_optimizer_whose_recipe_is_not_bound(self):
     recipe, params, x = s24.recipes.ste('w'), {'w': gaussian(0, (8, 16))}, gaussian(1, (4, 16))

@@ -139,16 +139,29 @@ class ChangedBehindTest(parameterized.TestCase):
       try_chain(wrapped(optax.chain(clip, inner)), params)
     asked.assert_not_called()
 
+  @parameterized.parameters('adamw', 'sgd', 'bfloat16', 'micro_batches')
+  @pytest.mark.few
+  def test_a_clip_in_front_of_links_that_come_and_go_is_found(self, case):
+    clip, inner = optax.clip_by_global_norm(1.0), optax.sgd(1e-2) if case == 'sgd' else optax.adamw(3e-4)
+    params, found = params_of(jnp.bfloat16 if case == 'bfloat16' else jnp.float32), []
+    for tx in (optax.chain(clip, wrapped(inner, RECIPES['rigl'])), wrapped(optax.chain(clip, inner), RECIPES['rigl'])):
+      several = optax.MultiSteps(tx, 2).gradient_transformation()
+      found.append(try_chain(several if case == 'micro_batches' else tx, params, links=UP).in_front)
+    self.assertEqual(found, [UP, None])
+
   @parameterized.parameters(*USUAL)
   @pytest.mark.few(3)
   def test_usual_chains_are_right(self, name):
-    tried = try_chain(wrapped(USUAL[name](), DECAYED), params_of(), decays=True)
-    self.assertEqual((tried.changed, tried.still, tried.clipped, tried.sparse), ({}, [], None, [UP]))
+    for recipe, asked in ((DECAYED, {'decays': True}), (RECIPES['rigl'], {'links': UP})):
+      tried = try_chain(wrapped(USUAL[name](), recipe), params_of(), **asked)
+      found = tried.changed, tried.still, tried.clipped, tried.in_front, tried.sparse
+      self.assertEqual(found, ({}, [], None, None, [UP]))
 
   @parameterized.parameters(*ONE_FACTOR)
   @pytest.mark.few
   def test_one_factor_for_all_updates_looks_like_a_clip(self, name):
     self.assertEqual(clipped_in(wrapped(ONE_FACTOR[name](), DECAYED), params_of()), UP)
+    self.assertIsNone(try_chain(wrapped(ONE_FACTOR[name](), RECIPES['rigl']), params_of(), links=UP).in_front)
 
   def test_micro_batches_around_a_wrong_chain(self):
     tx = optax.MultiSteps(optax.chain(wrapped(optax.identity()), optax.scale(-3e-4)), 4)
