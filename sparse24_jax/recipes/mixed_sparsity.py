@@ -43,10 +43,11 @@ def mixed_sparsity(
   start at zero with zero moments; an update of the topology is an optimizer step like any other (the released code
   skips that step, and keeps moments).
 
-  The three stages are one phase, `'sparse'`, whose density follows a traced schedule: one compiled step. With a
-  `structure` warm-up and restoration are dense phases, as masks of four out of four are not 2:4; in between the 2:4
-  matmul runs every step: the forward with `'2:4'`, the input gradient, too, with `'transposable'`. It takes as long at
-  any density: `density=0.5` costs no more time than less. These variants are ours.
+  Each stage is a phase, and all are called `'sparse'`: their density follows a traced schedule, so that one compiled
+  step serves all, or two if the ultra-sparse stage has an `attention` of its own. With a `structure` warm-up and
+  restoration are dense phases, as masks of four out of four are not 2:4; in between the 2:4 matmul runs every step: the
+  forward with `'2:4'`, the input gradient, too, with `'transposable'`. It takes as long at any density: `density=0.5`
+  costs no more time than less. These variants are ours.
 
   Args:
     path: regular expression of the weights to make sparse; the paper takes every linear layer.
