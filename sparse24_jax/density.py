@@ -97,6 +97,11 @@ class DensitySchedule:
     check_whole('total_steps', self.total_steps, 1)
     check_share('start', self.start, schedule=False)
 
+  @property
+  def corners(self) -> tuple[float, ...]:
+    """The density at the start, and at the end of each stage."""
+    return self.start, *(stage.density for stage in self.stages)
+
   def __call__(self, step: Any) -> Array:
     """float32, shape of `step`: the density after `step` optimizer steps."""
     step = jnp.asarray(step, jnp.float32)

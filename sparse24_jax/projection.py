@@ -88,6 +88,12 @@ class Projection(NamedTuple):
   def __repr__(self) -> str:
     return f'<{self.name}{"" if self.layout is None else f", {self.layout.describe()}"}>'
 
+  @property
+  def label(self) -> str:
+    """The name for a table: without the settings by which links come and go."""
+    label = getattr((self.matrix or self).update, 'label', None)
+    return f'dynamic_sparse {label}' if label else self.name
+
   def layout_of(self, w: Any) -> Layout:
     """The roles of the axes of a weight under this projection."""
     return self.layout or Layout.standard(w.ndim)

@@ -318,7 +318,7 @@ def log_matches(params: Any, recipe: Recipe, *, whole: bool = True) -> None:
     return
   names, widths = max(map(len, rules)), max(map(len, shapes.values()))
   rows = [
-    f'  {path:{names}}  {shapes[path]:{widths}}  {p.name if (p := rule.policy.projection) else "no projection"}'
+    f'  {path:{names}}  {shapes[path]:{widths}}  {p.label if (p := rule.policy.projection) else "no projection"}'
     for path, rule in rules.items()
   ]
   _dispatch.log_once('\n'.join([f'recipe {recipe.name!r} matches {len(rows)} weights:', *rows]), 'sparse24_jax')

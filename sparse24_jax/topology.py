@@ -7,6 +7,7 @@ arrays gets the same mask.
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
 import math
 from typing import get_args, Literal, NamedTuple
 
@@ -128,6 +129,19 @@ class Topology:
     """All settings in one line: equal for two topologies that train alike."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return ' '.join(f'{k}={schedule_name(v) if callable(v) else v}' for k, v in fields.items())
+
+  @property
+  def label(self) -> str:
+    """What a table says of it: how dense its weights are, over the steps of a run.
+
+    >>> import sparse24_jax as s24
+    >>> s24.recipes.mixed_sparsity('.*', total_steps=4000, structure='2:4').rules[0].policy.projection.update.label
+    '2:4 density 0.5 -> 0.09 -> 0.5'
+    """
+    most = 0.5 if self.structure else 1.0
+    corners = getattr(self.density, 'corners', None) if callable(self.density) else (self.density,)
+    reached = (f'{density:g}' for density, _ in itertools.groupby(min(corner, most) for corner in corners or ()))
+    return ' '.join(filter(None, (self.structure, 'density', ' -> '.join(reached) or 'by a schedule')))
 
   def densities(self, step: Array, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
     """Kept share of each weight by path, float32 scalars, as a topology update after `step` steps makes it."""

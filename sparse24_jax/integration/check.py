@@ -329,7 +329,7 @@ def _unpacked(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
 
 
 def _policy(policy: DotPolicy) -> str:
-  parts = policy.projection.name if policy.projection else 'none', policy.precision, policy.weight_grad
+  parts = policy.projection.label if policy.projection else 'none', policy.precision, policy.weight_grad
   return ', '.join(part for part in parts if part not in ('default', 'dense'))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax.__main__ import main
 from tests.draws import gaussian
@@ -98,6 +99,21 @@ class CheckTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     table = str(s24.check(recipe, lambda p, x: jax.nn.gelu(x @ p['up']) @ p['down'], params, x))
     self.assertRegex(table, r'\ndown .* soft_threshold, fp8_e4m3  .*\nup .* soft_threshold, fp8_e4m3, mvue  ')
+
+  @parameterized.parameters(
+    (s24.recipes.mixed_sparsity('.*', total_steps=4000), 'density 1 -> 0.09 -> 1'),
+    (s24.recipes.mixed_sparsity('.*', total_steps=4000, restoration=0.0, structure='2:4'), '2:4 density 0.5 -> 0.09'),
+    (s24.recipes.rigl('.*', density=0.2, total_steps=400), 'density 0.2'),
+    (of_schedule('.*', lambda step: 0.1), 'density by a schedule'),
+  )
+  def test_the_table_tells_a_density_in_short(self, recipe, policy):
+    f, *given = shapes()
+    (weight, *_), bound = given[0], s24.bind(recipe, f, *given)
+    with self.assertLogs('sparse24_jax', 'INFO') as logged:
+      _dispatch.log_once.cache_clear()
+      jax.eval_shape(s24.sparse_training(optax.sgd(0.1), bound, phase='sparse').init, given[0])
+    for table in (str(s24.check(bound, f, *given)), logged.output[0]):
+      self.assertRegex(table, rf'\n *{weight} .*  dynamic_sparse {policy}(  .*)?\n')
 
   def test_a_mistyped_alternative_is_told(self):
     checked = s24.check(s24.recipes.ste('que?ry|outt'), *shapes())
