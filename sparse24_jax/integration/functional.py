@@ -139,7 +139,10 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
       try:
         require_zeros(of_matrix.form, w, layout)
       except ValueError as error:
-        raise ValueError(f'{error}; parameters as trained are dense, those of project have the zeros') from error
+        raise ValueError(
+          f"{error}; parameters as trained and those of project(..., phase='dense') are dense, as is right if the run"
+          " ended dense; those of project(..., phase='sparse') have the zeros"
+        ) from error
       if of_matrix.form is None and isinstance(of_matrix.update, Topology):
         _require_density(of_matrix.update, w, shared[path], recipe)
     shares[path] = round(float(jnp.mean(w == 0)), 6)

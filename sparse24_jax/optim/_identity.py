@@ -83,14 +83,15 @@ def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: Pha
         f'the last step of this optimizer state was one of phase number {wrong.flat[0]}, and there are {len(PHASES)}:'
         ' it is damaged, or of another version of this program. Make it by tx.init(params)'
       )
-    ends = recipe.phases[0].name == 'dense' and wrong.flat[0] == _DENSE_END
-    ends = ', after sparse ones (is this a run of more steps in all than before?)' if ends else ''
+    ended = wrong.flat[0] == _DENSE_END
+    again = ended and recipe.phases[0].name == 'dense'
+    again = ', after sparse ones (is this a run of more steps in all than before?)' if again else ''
+    start = "a first dense phase, dataclasses.replace(recipe, phases=(Phase('dense', 0.1), ...)), for a dense start or "
     raise ValueError(
-      f'the last step of this optimizer state was one of phase {found!r}{ends}, after which recipe {recipe.name!r} has'
-      f' none of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step,'
-      ' see phase_at. For a dense start give the recipe a first dense phase, dataclasses.replace(recipe, phases=('
-      "Phase('dense', 0.1), ...)), to go on after a dense end further phases. To prune all the same what was finished"
-      f' dense say so, project(..., phase={phase!r})'
+      f'the last step of this optimizer state was one of phase {found!r}{again}, after which recipe {recipe.name!r} has'
+      f' none of phase {phase!r}: if the run ended dense, export params as they are; to prune them all the same say so,'
+      f' project(..., phase={phase!r}). Else give sparse_training, sparsify, sparse_variables and project the phase of'
+      f' the step, see phase_at, or the recipe {"" if ended else start}further phases to go on after a dense end'
     )
   return fine
 

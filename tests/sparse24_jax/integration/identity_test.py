@@ -240,7 +240,8 @@ class OtherPhaseTest(parameterized.TestCase):
       steps[phase] = steps.get(phase) or step_of(recipe, optimizer(recipe, phase=phase), phase)
       value, params, state = steps[phase](params, state)
     self.assertTrue(jnp.isnan(value))
-    with self.assertRaisesRegex(ValueError, "of phase 'dense', after sparse ones .*, after which .* none of phase 's"):
+    told = "of phase 'dense', after sparse ones .*, after which .* none of phase 's.*, or the recipe further phases"
+    with self.assertRaisesRegex(ValueError, told):
       s24.sparse_variables(*before, recipe, phase='sparse')
     s24.sparse_variables(*before, again, phase='sparse')
     # In the dense phase between sparse ones a state that was carried over knows of no step before it.
@@ -252,10 +253,14 @@ class OtherPhaseTest(parameterized.TestCase):
     """`project` pruned it: the first phase is that of none given."""
     params, tx = params_of(16, 16), optimizer(FST, phase='dense')
     _, state = tx.update(params, tx.init(params), params)
-    with self.assertRaisesRegex(ValueError, "phase 'dense', .* say so, project\\(..., phase='sparse'\\)"):
+    told = "phase 'dense', .* export params as they are; .* say so, project\\(..., phase='sparse'\\)"
+    with self.assertRaisesRegex(ValueError, told):
       s24.project(params, state, FST)
     self.assertTrue(jnp.isnan(jax.jit(lambda p, s: s24.project(p, s, FST))(params, state)['kernel']).all())
-    self.assertIs(s24.project(params, state, FST, phase='dense'), params)
+    dense = s24.project(params, state, FST, phase='dense')
+    self.assertIs(dense, params)
+    with self.assertRaisesRegex(ValueError, "phase='dense'\\) are .*; .* project\\(..., phase='sparse'\\) have"):
+      s24.verify_weights(dense, FST)
     s24.verify24(s24.project(params, state, FST, phase='sparse')['kernel'])
 
   def test_what_pruning_would_cost_beside_a_dense_step(self):
