@@ -63,22 +63,27 @@ def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Arra
   return jax.lax.fori_loop(0, made, narrow, zero)
 
 
-def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
-  """Uniform uint32 of shape `[..., rows, columns]` from seed, step, path and position; the same for every sharding.
+def word_of(path: str) -> np.uint32:
+  """A number for the path of a weight."""
+  return np.uint32(zlib.crc32(path.encode()))
+
+
+def draw(seed: int, step: Array, word: Array | np.uint32, shape: tuple[int, ...]) -> Array:
+  """Uniform uint32 of shape `[..., rows, columns]` from seed, step, word and position; the same for every sharding.
 
   A counter-based hash, each word mixed in with full avalanche: it only has to shuffle links, and compiles in a
   hundredth of the time of a cryptographic generator, which counts with one draw a weight.
   """
-  return _drawn(np.uint32(seed % 2**32), jnp.asarray(step), np.uint32(zlib.crc32(path.encode())), shape)
+  return _drawn(np.uint32(seed % 2**32), jnp.asarray(step), word, shape)
 
 
 @traced_once('shape')
-def _drawn(seed: np.uint32, step: Array, path: np.uint32, shape: tuple[int, ...]) -> Array:
+def _drawn(seed: np.uint32, step: Array, word: Array | np.uint32, shape: tuple[int, ...]) -> Array:
   # The barrier: at the start of a run the step is a constant, and XLA would fold whole masks while it compiles.
   step = jax.lax.optimization_barrier(step).astype(jnp.uint32)
   key = _mix(jnp.asarray(seed))
-  for word in (step, path):
-    key = _mix(key ^ (word + jnp.uint32(0x9E3779B9)))
+  for mixed_in in (step, word):
+    key = _mix(key ^ (mixed_in + jnp.uint32(0x9E3779B9)))
   layers = math.prod(shape[:-2])
   key = _mix(key ^ jax.lax.iota(jnp.uint32, layers)).reshape(*shape[:-2], 1, 1)
   position = _positions(*shape[-2:])

@@ -20,7 +20,7 @@ from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.pack.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
-from sparse24_jax.selection import above_zero, count_kept, draw, keep_largest
+from sparse24_jax.selection import above_zero, count_kept, draw, keep_largest, word_of
 
 type Schedule = Callable[[Array], Array]
 
@@ -36,11 +36,14 @@ class Context(NamedTuple):
     step: int32 scalar, optimizer steps done.
     path: of the weight; tells the random choices of two weights apart.
     shapes: shapes of all weights under the same projection, by path: layers share out one density.
+    word: uint32 scalar that tells them apart, if one program changes weights of one shape in turn, of which `path` is
+      the first; None: that of the path.
   """
 
   step: Array
   path: str
   shapes: Mapping[str, tuple[int, ...]]
+  word: Array | None = None
 
 
 class Evolved(NamedTuple):
@@ -90,9 +93,9 @@ def layer_densities(
   corners = np.concatenate([[0.0], np.sort(1 / ratios)])  # of eps, where one more layer becomes dense
   layers = np.minimum(1.0, corners[:, None] * ratios)
   overall = jnp.asarray(layers @ sizes / sizes.sum(), jnp.float32)
-  return {
-    path: jnp.interp(density, overall, jnp.asarray(layers[:, i], jnp.float32)) for i, path in enumerate(shapes)
-  }
+  by_ratio = {ratio: jnp.asarray(layers[:, i], jnp.float32) for i, ratio in enumerate(ratios)}
+  shared = {ratio: jnp.interp(density, overall, layer) for ratio, layer in by_ratio.items()}
+  return {path: shared[ratio] for path, ratio in zip(shapes, ratios, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +188,8 @@ class Topology:
         ' to 2^31 - 1 links of one: divide the weight, with a leading axis for its parts'
       )
     target = self.links(context, w.shape)
-    drawn = draw(self.seed, context.step, context.path, w.shape)
+    word = word_of(context.path) if context.word is None else context.word
+    drawn = draw(self.seed, context.step, word, w.shape)
     if grad is None:
       score = drawn if self.start == 'random' else w
       none = jnp.zeros_like(mask)

@@ -122,6 +122,8 @@ MUTANTS = _of(
    'return 0 * w.astype(wider(u, w))', 'optim/dynamic_sparse_test.py', 'pruned_weights_and_their_moments'),
   ('links that come start with moments of zero', 'optim/_evolve.py',
    'jnp.where(reset, jnp.zeros((), moment.dtype), moment)', 'moment', 'transposable_topology_test.py', 'start_at_zero'),
+  ('weights that one program changes draw links of their own', 'optim/_evolve.py', 'context._replace(word=word)',
+   'context', 'optim/dynamic_sparse_test.py', 'each_changes_as_by_itself'),
   ('links rest where gradients are not finite', 'optim/_evolve.py', 'lambda _: _all_finite(gradients)',
    'lambda _: jnp.ones((), jnp.bool_)', 'optim/dynamic_sparse_test.py', 'skips_a_step'),
   ('links grow by the dense gradient', 'topology.py', 'keep_largest(grad, by_gradient', 'keep_largest(w, by_gradient',

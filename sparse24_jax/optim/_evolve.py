@@ -1,12 +1,15 @@
 """The part of `sparse_training` where links come and go by dense gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
+import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparse24_jax.optim._search import rounded_once, when_due
@@ -14,7 +17,8 @@ from sparse24_jax.optim._weights import Absent, contexts, flip_rates, flips, is_
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import map_by_path
-from sparse24_jax.topology import Context
+from sparse24_jax.selection import word_of
+from sparse24_jax.topology import Context, Evolved, Topology
 
 # Ours. Each loop makes the host wait once, so there are few, and each holds the updates of its weights in full.
 _LOOPS = 8
@@ -123,8 +127,12 @@ def evolve(
   # An inner optimizer that skips a step whose gradients are not finite must not find its links moved.
   due = _when(due, recipe.refresh_every, lambda _: _all_finite(gradients), jnp.zeros((), jnp.bool_))
   counts: list[Array] = []
-  moving, masked = ({i: weights[i].w.size for i in sparse if evolving(kinds[i]) is kind} for kind in (True, False))
-  groups = [(due, group) for group in _groups(moving)] + [(due | missed, group) for group in _groups(masked)]
+  moving: dict[Hashable, dict[int, int]] = {}
+  for i in filter(lambda i: evolving(kinds[i]), sparse):
+    moving.setdefault(_kind(weights[i], states[i]), {})[i] = weights[i].w.size
+  masked = {i: weights[i].w.size for i in sparse if not evolving(kinds[i])}
+  neighbours = functools.reduce(operator.or_, moving.values(), {})  # those of one kind
+  groups = [(due, group) for group in _groups(neighbours)] + [(due | missed, group) for group in _groups(masked)]
   for now, chosen in groups:
     none = jnp.zeros((), jnp.float32)
     kept = [
@@ -149,17 +157,60 @@ def evolve(
 
 
 def _change(weights: Sequence[_Weight], carried: Sequence[_Carried]) -> list[_Carried]:
-  return [_changed(*pair) for pair in zip(weights, carried, strict=True)]
+  stepped = [rounded_once(weight.w, own.update) for weight, own in zip(weights, carried, strict=True)]
+  if not evolving(weights[0].projection):
+    return [_changed(*each, None) for each in zip(weights, carried, stepped, strict=True)]
+  changes = [
+    _Change(weight, new, own.state) for weight, new, own in zip(weights, stepped, carried, strict=True)
+  ]
+  kinds = itertools.groupby(changes, key=lambda change: _kind(change.weight, change.state))
+  evolved = itertools.chain.from_iterable(_evolved(list(alike)) for _, alike in kinds)
+  return [_changed(*each) for each in zip(weights, carried, stepped, evolved, strict=True)]
 
 
-def _changed(weight: _Weight, carried: _Carried) -> _Carried:
+class _Change(NamedTuple):
+  weight: _Weight
+  stepped: Array
+  state: Array
+
+
+def _kind(weight: _Weight, state: Array) -> Hashable:
+  """The same for weights whose links one program changes in turn."""
   p, w, gradient, context = weight
-  stepped = rounded_once(w, carried.update)
+  is_ours = isinstance((p.matrix or p).update, Topology)  # another might ask for the path
+  return (p, *map(jax.typeof, (w, gradient, state))) if is_ours else context.path
+
+
+def _evolved(alike: Sequence[_Change]) -> list[Evolved]:
+  """How the links change of weights of one kind."""
+  (p, _, gradient, context), stepped, state = alike[0]
+  if len(alike) == 1:
+    return [p.update(stepped, gradient, state, context)]
+  # One body for all: of an unrolled model XLA would compile the searches of each weight by themselves.
+  arrays = [(stepped, weight.gradient, state) for weight, stepped, state in alike]
+  words = np.stack([word_of(weight.context.path) for weight, *_ in alike])
+
+  def change(which: tuple[Array, Array]) -> Evolved:
+    i, word = which
+    stepped, gradient, state = jax.lax.switch(i, [lambda own=own: own for own in arrays])
+    return p.update(stepped, gradient, state, context._replace(word=word))
+
+  numbers = jnp.arange(len(alike))
+  found = jax.lax.map(change, (numbers, words))
+  # Hidden from XLA, so that what reads the outcome of one weight is the same program for each.
+  numbers = jax.lax.optimization_barrier(numbers)
+  return [
+    jax.tree.map(functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False), found) for i in numbers
+  ]
+
+
+def _changed(weight: _Weight, carried: _Carried, stepped: Array, evolved: Evolved | None) -> _Carried:
+  p, w = weight.projection, weight.w
   moments = carried.moments
-  if p.update is None:
+  if evolved is None:
     state = p.refresh(stepped, carried.state)
   else:
-    state, reset = p.update(stepped, gradient, carried.state, context)
+    state, reset = evolved
     # Links are never dropped for being NaN: that would hide it as a zero.
     finite = jnp.all(jnp.isfinite(stepped))
     state, reset = jnp.where(finite, state, carried.state), reset & finite

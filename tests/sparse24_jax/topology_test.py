@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax.selection import draw, keep_largest
+from sparse24_jax.selection import draw, keep_largest, word_of
 from sparse24_jax.topology import _links_at, Context
 from tests import oracles
 
@@ -49,6 +49,7 @@ def start_of(topology, path='a'):
 
 
 largest = jax.jit(keep_largest)
+A, B = map(word_of, 'ab')
 
 
 class KeepLargestTest(parameterized.TestCase):
@@ -79,18 +80,18 @@ class KeepLargestTest(parameterized.TestCase):
 class DrawTest(absltest.TestCase):
   def test_is_uniform_and_tells_seeds_steps_paths_and_layers_apart(self):
     shape = (2, 64, 64)
-    first = np.asarray(draw(0, 0, 'a', shape))
-    others = [draw(1, 0, 'a', shape), draw(0, 1, 'a', shape), draw(0, 0, 'b', shape), draw(0, 100, 'a', shape)]
+    first = np.asarray(draw(0, 0, A, shape))
+    others = [draw(1, 0, A, shape), draw(0, 1, A, shape), draw(0, 0, B, shape), draw(0, 100, A, shape)]
     for other in [*np.asarray(others), first[::-1], first[:, ::-1], np.roll(first, 1, axis=-1)]:
       # Each of the 32 bits flips half of the time: 8192 draws, 5 standard deviations.
       flips = np.unpackbits((first ^ other).view(np.uint8).reshape(-1, 4), axis=-1).mean(0)
       np.testing.assert_allclose(flips, 0.5, atol=5 * 0.5 / np.sqrt(8192))
     np.testing.assert_allclose(np.histogram(first, 16, (0, 2**32))[0], 512, atol=5 * np.sqrt(512))
-    np.testing.assert_array_equal(first, jax.jit(lambda step: draw(0, step, 'a', shape))(0))
+    np.testing.assert_array_equal(first, jax.jit(lambda step: draw(0, step, A, shape))(0))
 
   def test_is_the_same_in_every_version(self):
     """Or a run that is resumed would draw other links."""
-    self.assertEqual(draw(2**40 + 1, 3, 'a', (2, 2)).tolist(), [[1525506480, 1972522519], [3053569801, 2443830478]])
+    self.assertEqual(draw(2**40 + 1, 3, A, (2, 2)).tolist(), [[1525506480, 1972522519], [3053569801, 2443830478]])
 
 
 SHAPES = {'a': (64, 64), 'b': (3, 64, 256), 'c': (8, 4), 'd': (256, 64)}
@@ -192,7 +193,7 @@ class UpdateTest(parameterized.TestCase):
       self.assertGreater(new[8:].sum(), 0)
       if structure is None:
         links = kept | sorted_largest(grad[i], by_gradient, ~kept)
-        at_random = sorted_largest(draw(0, 100, 'a', SHAPE)[i], grown - by_gradient, ~links)
+        at_random = sorted_largest(draw(0, 100, A, SHAPE)[i], grown - by_gradient, ~links)
         np.testing.assert_array_equal(mask[i], links | at_random)
     if structure:
       s24.verify24(jnp.where(mask, 1.0, 0.0))

@@ -387,5 +387,56 @@ class EverywhereTest(parameterized.TestCase):
       np.testing.assert_array_equal(np.asarray(layer.kernel[...])[~mask], 0)
 
 
+class AlikeTest(parameterized.TestCase):
+  """Weights of one kind are changed by one program in turn."""
+
+  def _params(self, count, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {f'h{i}': (32, 16) for i in range(count)} | {'other': (16, 32)}
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+  def _recipe(self, **kwargs):
+    kwargs = dict(drop_fraction=0.4, random_share=0.5, distribution='erdos_renyi') | kwargs
+    rule = s24.Rule('h.*|other', s24.DotPolicy(s24.dynamic_sparse(0.3, **kwargs)))
+    return s24.Recipe('test', (rule,), refresh_every=2)
+
+  def _trained(self, recipe):
+    tx, params = s24.sparse_training(optax.adam(1e-2), recipe), self._params(5)
+    state = jit(tx.init)(params)
+    for step in range(4):
+      updates, state = jit(tx.update)(self._params(5, step + 1), state, params)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  @parameterized.parameters(
+    {}, dict(structure='2:4'), dict(structure='transposable', distribution='uniform'), dict(bound=True)
+  )
+  @pytest.mark.few
+  def test_each_changes_as_by_itself(self, bound=False, **kwargs):
+    recipe = self._recipe(**kwargs)
+    if bound:  # stored as [out, in]
+
+      def f(params, x):
+        return sum(jnp.sum(jnp.dot(x[: w.shape[1]], w.T) ** 2) for w in params.values())
+
+      recipe = s24.bind(recipe, f, self._params(5), jnp.ones(32))
+    with mock.patch.object(_evolve, '_LOOPS', 1):
+      params, state = self._trained(recipe)
+    with mock.patch.object(_evolve, '_kind', lambda weight, state: weight.context.path):
+      one_by_one, its_state = self._trained(recipe)
+    jax.tree.map(np.testing.assert_array_equal, params, one_by_one)
+    jax.tree.map(np.testing.assert_array_equal, sparse_states(state), sparse_states(its_state))
+    masks = sparse_states(state)
+    self.assertTrue((np.asarray(masks['h0']) != np.asarray(masks['h1'])).any())
+
+  def test_the_program_does_not_grow_by_their_number(self):
+    def loops(count):
+      tx, params = s24.sparse_training(optax.sgd(0.1), self._recipe()), self._params(count)
+      return str(jax.make_jaxpr(tx.update)(params, tx.init(params), params)).count('while[')
+
+    with mock.patch.object(_evolve, '_LOOPS', 1):
+      self.assertEqual(loops(6), loops(2))
+
+
 if __name__ == '__main__':
   absltest.main()
