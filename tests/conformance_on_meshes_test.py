@@ -61,6 +61,7 @@ def masks(state, params, case):
 class EightDevicesTest(parameterized.TestCase):
 
   @parameterized.parameters(*FAST_MESHES)
+  @pytest.mark.few
   def test_trains_as_on_one_device(self, case, layout):
     self.check_losses_and_masks(case, layout)
 
@@ -84,6 +85,7 @@ class EightDevicesTest(parameterized.TestCase):
       np.testing.assert_allclose(*rates, rtol=1e-6)
 
   @parameterized.parameters(*FAST_MESHES)
+  @pytest.mark.few
   def test_shardings_stay(self, case, layout):
     self.check_shardings(case, layout)
 

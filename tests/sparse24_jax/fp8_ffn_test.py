@@ -67,7 +67,7 @@ class FfnTest(parameterized.TestCase):
   @parameterized.parameters(
     (MASKED, 'gelu', False), (MASKED, 'silu', True), (MASKED, 'squared_relu', False), (KERNELS, 'gelu', False)
   )
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_notes_of_what_is_largest_leave_all_as_it_was(self, policy, activation, gated):
     expected, found = (program() for _, _, program in self.without_and_with_notes(policy, activation, gated))
     for one, other in zip(found, expected, strict=True):

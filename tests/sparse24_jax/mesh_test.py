@@ -244,7 +244,7 @@ class BlockTest(parameterized.TestCase):
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
 
   @parameterized.parameters((FST, False), (FP8, True))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_a_bias_that_is_whole_beside_weights_that_are_not(self, policy, gated):
     weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
     weights |= {'gate': normal(3, D, HIDDEN)} if gated else {}
@@ -391,7 +391,7 @@ class TypesTest(parameterized.TestCase):
     self.assertEqual(jax.eval_shape(jax.grad(loss), x).sharding, jax.typeof(x).sharding)
 
   @parameterized.parameters('dot', 'ffn')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_axes_that_are_automatic_in_a_part_of_a_program(self, layer):
     """A remat throws residuals away: JAX then traces the op once more, where the axes are explicit again."""
     weights, x = {'up': normal(1, D, HIDDEN)}, normal(0, TOKENS, D)

@@ -7,6 +7,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity as acts
@@ -79,6 +80,7 @@ class RoutingTest(parameterized.TestCase):
     x = jnp.arange(48).reshape(2, 24)
     np.testing.assert_array_equal(unspread(spread(x, 8, 1), 8, 1), x)
 
+  @pytest.mark.slow
   def test_permuted_and_permuted_back(self):
     policy = dataclasses.replace(VNM, clusters=Clusters(4))
     x, w_up, w_down, dz = draw()

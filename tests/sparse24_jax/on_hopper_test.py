@@ -208,6 +208,7 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLen(written, 1)
     self.assertLen(re.findall(rf'f32\[{D},{HIDDEN}\]', written[0].split(' fusion(')[0]), 3)
 
+  @pytest.mark.slow
   def test_a_step_that_moves_no_link_copies_nothing(self):
     tx = s24.sparse_training(optax.adam(1e-3), s24.recipes.rigl('.*', total_steps=1000, density=0.2))
     w = struct(D, HIDDEN, dtype=jnp.float32)
@@ -226,6 +227,7 @@ class TrainingStepTest(parameterized.TestCase):
     hlo = compiled(functools.partial(numerics.round_to_fp8, to=to), struct(TOKENS, D))
     self.assertIn('round-nearest-even', hlo)
 
+  @pytest.mark.slow
   def test_an_input_of_three_projections_is_rounded_once(self):
     """Both ways at once: the forward of attention's q, k and v reads it, and their three weight gradients."""
     recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, fp8=True)

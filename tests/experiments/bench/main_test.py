@@ -64,6 +64,7 @@ class RunTest(parameterized.TestCase):
     with mock.patch.dict(bench.MEASUREMENTS, measurements, clear=True):
       return quiet(bench.run, list(measurements), self.folder, seconds)
 
+  @pytest.mark.slow
   def test_one_that_fails_or_takes_too_long_costs_the_others_nothing(self):
     missing, printed = self.run_with({
       'slow': measured({'a': 1}, then='time.sleep(60)', seconds=4),
@@ -113,7 +114,7 @@ class RunTest(parameterized.TestCase):
     self.assertEqual(json_lines.read(self.folder / 'a-1.jsonl'), [{'bench': 'a', 'process': 1}])
 
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_nothing_runs_on_when_it_is_ended(self, number):
     program = f"""
 import json, pathlib, signal, sys

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from experiments import __main__ as cli
 from experiments import arguments
@@ -475,6 +476,7 @@ class CommandTest(parameterized.TestCase):
       self.assertEqual(cli.main([*arguments[:-1], 'abacus']), 1)
     self.assertIn("nothing was measured on 'abacus'; pass --device, one of nvidia_h100", err.getvalue())
 
+  @pytest.mark.slow
   def test_of_one_goal_the_tables_have_what_its_answer_rests_on(self):
     size = ['guide', '--tokens', '32768', '--d', '2048', '--hidden', '8192', '--device', 'h200', '--goal']
     said = {goal: self.said(*size, goal).partition('What this rests on')[2] for goal in guide.QUESTIONS}

@@ -141,7 +141,7 @@ class MeasureTest(parameterized.TestCase):
 
 class EvaluationTest(parameterized.TestCase):
   @parameterized.parameters('sequence', 'position')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_blocks_along_a_sequence_see_later_tokens(self, order):
     parts, (_, state) = parts_of(tiny(**{'model.ffn_order': order})), at_start()
     tokens = np.array(parts.data.batch(0, 0)['inputs'])
@@ -242,6 +242,7 @@ class TrainingTest(parameterized.TestCase):
     logs = [(folder / 'metrics.jsonl').read_bytes() for folder in folders]
     self.assertEqual(*logs)
 
+  @pytest.mark.slow
   def test_a_run_of_blocks_of_tokens_does_not_go_on_with_two_of_four(self):
     """Such a run began when blocks of tokens were the default."""
     folder, (_, state) = Path(temp_folder(self)), at_start()

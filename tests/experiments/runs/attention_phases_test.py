@@ -25,6 +25,7 @@ def config(attention=LOCAL, **model):
 
 
 class AttentionPhasesTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_phases_and_their_models(self):
     parts = build.make_parts(config(), data=FakeData())
     local = s24.AttentionPattern('local', 4)

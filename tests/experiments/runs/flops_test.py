@@ -179,7 +179,7 @@ class CountTest(parameterized.TestCase):
       np.testing.assert_allclose(found / curve.attention[-1], (1 + local.share(64)) / 2)
 
   @parameterized.parameters(None, '2:4', 'transposable')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_densities_are_those_of_the_masks(self, structure):
     steps, config = 20, gpt2.GPT2Config(vocab_size=32, seq_len=8, num_layers=1, num_heads=1, embed_dim=16)
     recipe = s24.recipes.mixed_sparsity(

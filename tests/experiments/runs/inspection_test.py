@@ -56,6 +56,7 @@ class InspectionTest(absltest.TestCase):
     })  # fmt: skip
     self.assertEqual(bound.layouts, parts.recipe.layouts)
 
+  @pytest.mark.slow
   def test_commands(self):
     folder, _ = whole_run()
     status, out, _ = call('inspect', folder, '--step', '20')

@@ -89,6 +89,7 @@ class SweepTest(parameterized.TestCase):
     self.assertEmpty(multiprocessing.active_children())
     self.assertEqual((folder / 'environment').read_text(), 'false')
 
+  @pytest.mark.slow
   def test_a_failure_is_told(self):
     folder = Path(temp_folder(self))
     failed, text = run(self, folder, overrides=['data.data_dir=/does/not/exist'])

@@ -185,7 +185,7 @@ class LearnsTest(parameterized.TestCase):
     np.testing.assert_allclose(found['step'], np.array(found['refresh']) / 5, rtol=1e-6)
 
   @parameterized.parameters(('static', {'path': FFN, 'density': 0.3}, True), ('sr_ste', RECIPES['sr_ste'], False))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_where_links_move_theirs_are_the_gradients_that_are_clipped(self, recipe, kwargs, same):
     config = tiny(recipe, kwargs)
     parts = build.make_parts(config, data=FakeData())

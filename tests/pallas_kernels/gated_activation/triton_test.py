@@ -17,6 +17,7 @@ BACKWARD = [BF16, BF16, U32, BF16, BF16, U32]
 class TritonTest(parameterized.TestCase):
 
   @parameterized.product(kind=(('silu', True), ('gelu', False)), capability=(80, 86, 90))
+  @pytest.mark.slow
   def test_backward_compiles_without_spills(self, kind, capability):
     from pallas_kernels.gated_activation import triton as gated
 

@@ -87,7 +87,7 @@ class SparseAttentionTest(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, atol=5e-6)
 
   @parameterized.parameters(Pattern('combined', 4), [(Pattern('fixed', 4), Pattern('local', 3)) * 2])
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_on_a_mesh_of_explicit_axes(self, patterns):
     """Heads of one pattern stay divided, those of several are gathered and divided again."""
     args = inputs(length=18)

@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 
 from absl.testing import absltest
+import pytest
 
 from pallas_kernels import __main__ as command
 
@@ -44,6 +45,7 @@ class BenchTest(absltest.TestCase):
     # 8 x 16 scores of a block of 8 positions, of 64 x 64.
     self.assertEqual(local['computed_share'], 0.25)
 
+  @pytest.mark.slow
   def test_no_case_is_begun_that_would_end_too_late(self):
     status, said = self.bench('--select', 'local-4k', 'strided-4k', '--seconds', '0.001')
     self.assertEqual(status, 1)

@@ -72,6 +72,7 @@ class TritonTest(parameterized.TestCase):
   @parameterized.parameters(
     ('local', 32, 3), ('strided', 32, 2), ('strided', 4, 3), ('combined', 32, 5), ('combined', 4, 6), ('fixed', 32, 4)
   )
+  @pytest.mark.slow
   def test_programs_have_few_launches_and_no_copies(self, kind, window, launches):
     q, kv = (jax.ShapeDtypeStruct((2, 512, heads, 64), BF16) for heads in (4, 2))
     f = jax.jit(step(patterns=Pattern(kind, window), implementation='triton'))
@@ -94,6 +95,7 @@ class TritonTest(parameterized.TestCase):
       served = jax.eval_shape(functools.partial(sparse_attention, patterns=Pattern('fixed', 8)), x, x, x)
       self.assertEqual(served.shape, x.shape)
 
+  @pytest.mark.slow
   def test_each_pattern_is_dispatched_by_itself(self):
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), BF16)
     # The second and the fourth mean the same at this length.
@@ -154,6 +156,7 @@ class MeshTest(parameterized.TestCase):
     for x in found:
       self.assertTrue(x.sharding.is_equivalent_to(sharding, 4))
 
+  @pytest.mark.slow
   def test_inside_shard_map_with_undivided_keys(self):
     """Heads over the mesh that share their keys and values, whose gradients are sums over devices."""
     mesh = jax.make_mesh((2,), ('t',), axis_types=(AxisType.Auto,))

@@ -96,7 +96,7 @@ class TuneTest(parameterized.TestCase):
       mosaic_gpu.Config(**row['config'])
 
   @parameterized.parameters(('forward', 'float8_e4m3fn'), ('weight_grad', 'float8_e5m2'))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_in_8_bits_the_dense_matmul_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
     spec = arg_specs.Spec(64, 128, 192, role, jnp.dtype(dtype))
     p = _prepared.problem(spec)

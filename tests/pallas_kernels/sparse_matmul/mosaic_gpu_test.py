@@ -77,6 +77,7 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, config, b_layout='kn', out_layout='nm')
 
   @parameterized.parameters((24, 8, 1, 'float32', 'mn'), (40, 8, 2, 'float32', 'mn'), (24, 24, 1, 'bfloat16', 'nm'))
+  @pytest.mark.slow
   def test_tiles_of_an_odd_number_of_eight_columns(self, bn, epilogue_n, cluster, out_dtype, out_layout):
     # The last tile has eight columns.
     a, b = _inputs(136, 2 * bn + 8, 128, _BF16, _BF16, 'nk')
@@ -90,6 +91,7 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, config, out_layout='nm')
 
   @parameterized.parameters((1, 768), (0, 512))
+  @pytest.mark.slow
   def test_few_columns_by_steps(self, delay, k):
     # Four tiles of 64 rows on two CTAs; of 128 along K a consumer has three steps, or two.
     a, b = _inputs(200, 3, k, _BF16, _BF16, 'nk')
@@ -99,6 +101,7 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, config, _linspace(-3.0, 3.0, 200), out_layout='nm')
 
   @parameterized.parameters((200, 136, 64, 'kn'), (256, 256, 192, 'nk'))
+  @pytest.mark.slow
   def test_clusters_side_by_side(self, m, n, k, b_layout):
     # The first size leaves the right CTA of the last cluster without columns.
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
@@ -171,6 +174,7 @@ class InterpretTest(parameterized.TestCase):
     self.assertEqual(largest, np.abs(np.asarray(d, np.float32)).max())
     self.assertBetween(largest, 1e-7, 6e-5)
 
+  @pytest.mark.slow
   def test_a_bias_does_not_count_where_there_are_no_columns(self):
     a, b = _inputs(128, 60, 128, _BF16, _BF16, 'nk')
     a, b = dataclasses.replace(a, values=jnp.abs(a.values)), -jnp.abs(b)
@@ -193,6 +197,7 @@ class InterpretTest(parameterized.TestCase):
     for a_scale in (None, jnp.float32(0.25), _linspace(0.5, 2.0, 64)):
       self._check(a, b, config, None, a_scale, scalar, alpha=2.0)
 
+  @pytest.mark.slow
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
     asked = dict(vectors=Vectors(), call=Call(_BF16, 'nk', 'mn'))

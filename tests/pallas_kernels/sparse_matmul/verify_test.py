@@ -52,6 +52,7 @@ class VerifyTest(parameterized.TestCase):
       return verify.verify(*args, implementation=implementation, **kwargs)
 
   @parameterized.parameters('mosaic_gpu', 'mosaic_gpu_sm80')
+  @pytest.mark.few
   def test_a_record_of_a_run(self, implementation):
     for seed in (0, 3):
       self.assertEqual(self._run(_right, 2, seed, out=self.out, implementation=implementation), 0)
@@ -120,7 +121,7 @@ class VerifyTest(parameterized.TestCase):
 class DrawTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 1)
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_3000_draws_hold_every_kind_of_setting_that_ships(self, seed):
     def kind(dtype, config):
       config = {'along': 'm', 'halves': 'm'} | config

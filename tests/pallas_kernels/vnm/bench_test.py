@@ -47,6 +47,7 @@ class BenchTest(parameterized.TestCase):
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
 
   @parameterized.parameters((1.0, 0), (1.02, 1))
+  @pytest.mark.slow
   def test_the_kernel_of_the_gpu_with_its_recorded_setting(self, factor, status):
     """The reference in place of the kernel, off by a factor."""
     out = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / 'records.jsonl'

@@ -55,6 +55,7 @@ class InterpretTest(parameterized.TestCase):
     self._check(*_inputs(128, 128, 256, 128, 8), dataclasses.replace(_SMALL, across='m'))
 
   @parameterized.parameters((320, 'n'), (384, 'n'), (448, 'n'), (192, 'm'))
+  @pytest.mark.slow
   def test_the_last_tile_is_as_narrow_as_its_columns(self, n, across):
     # Of 256 columns a tile: 64 left over (of 128 copied), 128 (exactly), 192 (of 256, as wide as the others).
     a, b = _inputs(128, n, 256, 128 if across == 'm' else 64, 8)
@@ -90,6 +91,7 @@ class InterpretTest(parameterized.TestCase):
     a = to_vnm_operand(a)
     self._check(dataclasses.replace(a, rows=order[a.rows]), b, _SMALL)
 
+  @pytest.mark.slow
   def test_an_index_that_is_out_of_range_is_taken_for_the_last(self):
     a, b = _inputs(128, 128, 256, 64, 8)
     a = to_vnm_operand(a)
@@ -100,6 +102,7 @@ class InterpretTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(multiply(-5, 10**9), multiply(255, 255))
 
+  @pytest.mark.slow
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 128, 256, 64, 8)
     f = functools.partial(mosaic_gpu.vnm_matmul, a, out_dtype=_BF16, out_layout='mn', config=_SMALL, interpret=True)

@@ -76,6 +76,7 @@ class CheckTest(parameterized.TestCase):
     (lambda path: of_schedule(path, lambda step: jnp.where(step > 9, 0.1, 0.3)), 0.7, 'step 0'),
     (lambda path: of_schedule(path, lambda step: jnp.where(step > 9, 0.1, 1.0)), 0.0, 'step 0'),
   )  # fmt: skip
+  @pytest.mark.few
   def test_links_that_come_and_go_have_the_zeros_of_their_density(self, make, pruned, when):
     f, params, x = example()
     checked = bound_check(make('.*'), f, params, x)
@@ -128,6 +129,7 @@ class CheckTest(parameterized.TestCase):
     self.assertEqual([line[:9].strip() for line in lines[:2]], ['PROBLEM', ''])
     self.assertEqual(' '.join(map(str.strip, lines)), ' '.join(map(str.strip, str(checked).splitlines()[1:])))
 
+  @pytest.mark.slow
   def test_layers_and_gates_that_start_at_zero_are_learnt(self):
     f, params, x = example()
     gated = lambda p, x: p['gate'] * f(p, x)  # noqa: E731
@@ -180,6 +182,7 @@ class CheckTest(parameterized.TestCase):
     self.assertEqual((mended.ok, mended.dense), (True, ('table', 'v')))
     self.assertRegex(str(mended), '(?s)block -: a layer by itself.*stay dense: table, v')
 
+  @pytest.mark.slow
   def test_a_matmul_that_a_run_refuses_is_a_problem_of_its_weight(self):
     params = {name: gaussian(i, (16, 16)) for i, name in enumerate(('a', 'b', 'c'))}
 
@@ -261,6 +264,7 @@ class CheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'out: optimizer makes it sparse, recipe does not'):
       s24.check(s24.recipes.ste('query'), f, params, x, optimizer=scaled_after)
 
+  @pytest.mark.slow
   def test_an_optimizer_that_reads_the_loss(self):
     """Or does not take it, as SAM."""
     recipe, params, x = s24.recipes.ste('w'), {'w': gaussian(0, (16, 8))}, gaussian(1, (4, 16))
@@ -271,6 +275,7 @@ class CheckTest(parameterized.TestCase):
                           (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
       self.assertEqual(s24.check(recipe, lambda p, x: x @ p['w'], params, x, optimizer=optimizer).ok, ok)
 
+  @pytest.mark.slow
   def test_a_clip_on_the_wrong_side(self):
     """It belongs in front where gradients have the decay, inside where links come and go."""
     f, params, x = example()

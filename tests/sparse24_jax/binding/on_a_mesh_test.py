@@ -165,7 +165,7 @@ class OnAMeshTest(parameterized.TestCase):
   """All weights stay where they are: masks are searched for, and weights packed, without an exchange of entries."""
 
   @parameterized.parameters('fst', 's_ste_fp8')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_two_axes_divide_both_sides(self, name):
     check(name, 'both', stacked=True, devices=8)
 
@@ -199,7 +199,7 @@ class OnAMeshTest(parameterized.TestCase):
   @parameterized.parameters(
     ('ste', 'tensor'), ('packed', 'fsdp'), ('ste', 'fsdp'), ('packed', 'tensor'), ('fst', 'tensor'), ('fst', 'fsdp')
   )
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_matmuls_that_say_how_their_results_are_divided(self, name, layout):
     """No gradient goes to `x`, so that JAX traces the first matmul once more than the second, after all else."""
     fst = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
@@ -245,7 +245,7 @@ class OnAMeshTest(parameterized.TestCase):
       self.assertEqual(found[role].sharding, w.sharding)
 
   @parameterized.parameters('ste', 'fst')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_weights_that_a_model_gathers_itself(self, name):
     """And a block with relu, whose derivative is a function of its own, traced for arrays on the mesh."""
     fst = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')

@@ -125,7 +125,7 @@ class PairsTest(parameterized.TestCase):
     self.assertEqual((first.block, first.role, bound['wo'].uses[0].role), (activation, role, 'down'))
 
   @parameterized.parameters(*CASES)
-  @pytest.mark.few(2)  # a matmul in another order of tokens, and a pair in one weight
+  @pytest.mark.few
   def test_is_one_op_with_the_numbers_of_the_projected_weights(self, name):
     """Packed once, and halved. Where two of four tokens have a gradient samples are exact."""
     f, shapes, _ = CASES[name]

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.asked import Asked
@@ -106,6 +107,7 @@ class WiderResultTest(parameterized.TestCase):
     self.assertEqual(bound['w'].uses[0].asked, Asked(None, 'float32'))
     self.assertFalse(bound['w'].packs)
 
+  @pytest.mark.slow
   def test_the_sample_is_drawn_of_the_wider_gradient(self):
     x, w, dz = draw((8, 16), (16, 4), (8, 4))
     dz = dz.astype(jnp.float32)
@@ -126,6 +128,7 @@ class WiderResultTest(parameterized.TestCase):
     dw = jax.grad(lambda p: f(p).astype(jnp.float32).sum())({'w': w})['w']
     np.testing.assert_allclose(dw, np.tile(np.asarray(x, np.float64).sum(0)[:, None], 8), rtol=1e-5, atol=1e-5)
 
+  @pytest.mark.slow
   def test_rounded_at_once_it_is_the_plain_op(self):
     """What is asked for in float32 and cast by the next line is one rounding of a sum: kernels and blocks serve it."""
     x, up, down = draw((8, 16), (16, 32), (32, 16))

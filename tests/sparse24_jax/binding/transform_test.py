@@ -110,7 +110,7 @@ class TransformTest(parameterized.TestCase):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.05 * scale), found, expected)
 
   @parameterized.parameters(*TIED, 'heads', 'part', 'transposed_first')
-  @pytest.mark.few(len(TIED))
+  @pytest.mark.few
   def test_a_weight_and_its_transpose(self, name):
     """Transposable masks serve both, as one op or two, and their gradients add up."""
     f, shape = (TIED | OTHER_TIED)[name]
@@ -274,6 +274,7 @@ class TransformTest(parameterized.TestCase):
     for g in jax.tree.leaves(gradients):
       self.assertFalse(np.asarray(g).any())
 
+  @pytest.mark.slow
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
     params, x = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), arguments('scan'))

@@ -51,7 +51,7 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X[:7], rngs={'mvue': KEY}).sum()), params)
 
   @parameterized.parameters((('params',), ('params', 'mvue')), (('params', 'sparse24'), ('params',)))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_a_scan_need_not_know_of_states_and_randomness(self, axes, rngs):
     """The library's collection and its random stream go around the model, not through it."""
     model = Scan(axes=axes, rngs=rngs)

@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 import jax
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from tests.sparse24_jax.integration.nnx_test import (
@@ -121,6 +122,7 @@ class ChangesTest(absltest.TestCase):
     np.testing.assert_allclose(sparse(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(sparse.kernel[...], model.kernel[...] / 2)
 
+  @pytest.mark.slow
   def test_axes_of_attention_and_einsum(self):
     class Heads(nnx.Module):
       def __init__(self, rngs):

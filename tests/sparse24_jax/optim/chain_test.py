@@ -123,7 +123,7 @@ class ChangedBehindTest(parameterized.TestCase):
     self.assertEqual(changed_behind(tx, params_of(dtype)), {})
 
   @parameterized.parameters('adamw', 'sgd', 'bfloat16', 'micro_batches', 'schedule')
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_decay_that_is_clipped_with_gradients_is_found(self, case):
     clip, recipe = optax.clip_by_global_norm(1.0), dataclasses.replace(STE, masked_decay=1e-4)
     inner = optax.sgd(1e-2) if case == 'sgd' else optax.adamw(3e-4)
@@ -150,7 +150,7 @@ class ChangedBehindTest(parameterized.TestCase):
     self.assertEqual(found, [UP, None])
 
   @parameterized.parameters(*USUAL)
-  @pytest.mark.few(3)
+  @pytest.mark.few
   def test_usual_chains_are_right(self, name):
     for recipe, asked in ((DECAYED, {'decays': True}), (RECIPES['rigl'], {'links': UP})):
       tried = try_chain(wrapped(USUAL[name](), recipe), params_of(), **asked)
@@ -158,7 +158,7 @@ class ChangedBehindTest(parameterized.TestCase):
       self.assertEqual(found, ({}, [], None, None, [UP]))
 
   @parameterized.parameters(*ONE_FACTOR)
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_one_factor_for_all_updates_looks_like_a_clip(self, name):
     self.assertEqual(clipped_in(wrapped(ONE_FACTOR[name](), DECAYED), params_of()), UP)
     self.assertIsNone(try_chain(wrapped(ONE_FACTOR[name](), RECIPES['rigl']), params_of(), links=UP).in_front)

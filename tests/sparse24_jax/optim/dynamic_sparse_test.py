@@ -199,6 +199,7 @@ class LinksTest(parameterized.TestCase):
     self.assertTrue(np.isnan(rates.overall) and np.isnan(rates.per_weight['attn/kernel']))
     self.assertGreater(rates.per_weight['mlp/kernel'].min(), 0)
 
+  @pytest.mark.slow
   def test_moments_stay_when_told_to(self):
     keeps = recipe_of(0.25, drop_fraction=0.4, random_share=0.25, reset_moments=False)
     optimizers = by_adam(), s24.sparse_training(optax.adam(1e-2), keeps)

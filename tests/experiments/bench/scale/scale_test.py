@@ -40,7 +40,7 @@ class FormulaTest(absltest.TestCase):
 
 class SimulatedTest(parameterized.TestCase):
   @parameterized.parameters(((1, 2, 4),), ((1, 8, 1),))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_search_and_packing_exchange_nothing(self, layout):
     found = simulate.search_and_pack(layout, _NANO)
     self.assertEqual(found, {'mask refresh': {}, 'packing': {}})
@@ -52,6 +52,7 @@ class SimulatedTest(parameterized.TestCase):
     text = jax.jit(simulate.s24.magnitude_mask).lower(x).compile().as_text()
     self.assertTrue(simulate.communication(text or ''))
 
+  @pytest.mark.slow
   def test_a_loop_over_layers_moves_weights_and_no_activations(self):
     found = simulate.step((1, 8, 1), 'dense', {**_NANO, **simulate.WAYS['in a loop']})
     self.assertLess(found['bytes'], 1.3e6)  # of 64 x 64 activations of 64 float32 alone 1e6

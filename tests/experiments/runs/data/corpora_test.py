@@ -6,6 +6,7 @@ import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments.runs.data import corpora, packages
 
@@ -25,6 +26,7 @@ class FolderTestCase(parameterized.TestCase):
 
 
 class ReadTest(FolderTestCase):
+  @pytest.mark.slow
   def test_splits_of_the_default_share_no_paragraph(self):
     imported = 'botocore' in sys.modules
     some = packages.package_units('botocore', r'botocore/data/([^/]+)/([^/]+)/service-2\.json(?:\.gz)?')[:60]

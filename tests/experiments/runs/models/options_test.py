@@ -95,6 +95,7 @@ class StepOptionsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "positions is 'sine'"):
       make('gpt2', positions='sine')
 
+  @pytest.mark.slow
   def test_scaled_embeddings_and_an_output_matrix_that_starts_at_zero(self):
     model = make('gpt2', tied=False, scale_embeddings=True)
     params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
@@ -130,6 +131,7 @@ class AttentionPatternTest(parameterized.TestCase):
     found = apply(make(family, attention_pattern=s24.AttentionPattern('local', 16)), variables, tokens())
     np.testing.assert_allclose(found, apply(make(family), variables, tokens()), atol=1e-5)
 
+  @pytest.mark.slow
   def test_a_pattern_a_layer_and_head(self):
     def logits(pattern):
       return apply(make('gpt2', attention_pattern=pattern, num_layers=2), variables, tokens())

@@ -32,6 +32,7 @@ class ProgramsTest(absltest.TestCase):
     contender = contenders.make_contender(name, tiny=True)
     return programs.Programs(model, contender, batch, shape, held_out), jnp.asarray(text)
 
+  @pytest.mark.slow
   def test_an_unsampled_contender_draws_nothing(self):
     """Its gradient needs no random key."""
     unsampled = [name for name in contenders.CONTENDERS if name.endswith('_unsampled')]
@@ -49,6 +50,7 @@ class ProgramsTest(absltest.TestCase):
       with self.subTest(name), contextlib.nullcontext() if name in unsampled else draws:
         jax.eval_shape(jax.grad(loss), made.shapes.params, made.shapes.opt_state)
 
+  @pytest.mark.slow
   def test_decay_on_weights_is_times_the_rate_of_the_step(self):
     made, text = self.made('sr_ste')
     step, state = jax.jit(made._step, static_argnums=(0, 1)), jax.jit(made._init)(jnp.int32(0))
