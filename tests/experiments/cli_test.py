@@ -148,6 +148,7 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(err, f'error: .*{message}')
     self.assertNotIn('Traceback', err)
 
+  @pytest.mark.slow
   def test_flops(self):
     status, out, _ = call('flops', '--config', 'gpt2_124m_mst', '--set', 'steps=6000')
     self.assertEqual(status, 0)

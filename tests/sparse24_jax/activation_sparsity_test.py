@@ -41,6 +41,7 @@ class NumericsTest(parameterized.TestCase):
     *POLICIES.items(), ('more_dense', dataclasses.replace(VNM, dense_features=0.12)),
     ('wide', ActivationPolicy(s24.VNM(4, 16), s24.VNM(4, 16))),
   )  # fmt: skip
+  @pytest.mark.few
   def test_against_float64(self, policy):
     inputs = draw()
     for found, expected in zip(forward_and_grads(policy, *inputs), written_block(policy, *inputs), strict=True):

@@ -247,6 +247,7 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLen(calls(hlo, SPARSE), 6)
     self.assertLen([line for line in calls(hlo, TRITON) if result(line) == ('f8e4m3fn', (TOKENS, D))], 1)
 
+  @pytest.mark.slow
   def test_dense_layers_in_fp8_are_rounded_both_ways_at_once(self):
     """Weights too: XLA would round each transposed, and transpose it back for the input gradient."""
     policy = s24.DotPolicy(precision='fp8')

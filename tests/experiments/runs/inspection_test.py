@@ -29,6 +29,7 @@ class InspectionTest(absltest.TestCase):
     np.testing.assert_allclose(found, summary['validation_loss'], rtol=1e-5)
     self.assertEqual({row.density for row in inspection.weight_table(loaded)}, {0.5})
 
+  @pytest.mark.slow
   def test_the_newest_is_read_while_its_run_removes_it(self):
     folder = Path(temp_folder(self), 'run')
     shutil.copytree(whole_run()[0], folder)

@@ -71,6 +71,7 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, config, out_layout='nm')
 
   @parameterized.parameters((32, 2, 'm', 512), (96, 2, 'n', 192), (96, 1, 'm', 200))
+  @pytest.mark.slow
   def test_tiles_of_half_a_box_of_columns(self, bn, cluster, along, n):
     a, b = _inputs(136, n, 128, _BF16, _BF16, 'kn')
     config = mosaic_gpu.Config(rows=64, bn=bn, stages=2, cluster=cluster, along=along, epilogue_n=bn // 2)

@@ -149,6 +149,7 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), r'parameters of 16 bits: .* Keep parameters in float32 .*\. Here: w\n')
     self.assertTrue(checked.ok)
 
+  @pytest.mark.slow
   def test_a_search_for_leaks_finds_none(self):
     with jax.checking_leaks():
       self.assertTrue(bound_check(s24.recipes.ste('.*'), *example()).ok)
@@ -324,6 +325,7 @@ class CheckTest(parameterized.TestCase):
       problems = [w.problem for w in s24.check(recipe, f, params, x, optimizer=tx).weights]
       self.assertEqual(problems, [None, 'query: recipe makes it sparse, optimizer does not: give both the same recipe'])
 
+  @pytest.mark.slow
   def test_a_weight_that_the_optimizer_never_updates(self):
     f, params, x = example()
     recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
