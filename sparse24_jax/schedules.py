@@ -85,7 +85,7 @@ def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
     raise ValueError(
       f'total_steps={total_steps}, but the schedules of recipe {recipe.name!r} are made for'
       f' total_steps={recipe.total_steps}: give both the steps of the run; for a run that goes on longer, or stops'
-      ' earlier, make the recipe of the new total'
+      ' earlier, make the recipe of the new total, whose schedules hold from this step on'
     )
   if not 0 <= step < total_steps:
     raise ValueError(f'step {step} is not in [0, {total_steps})')

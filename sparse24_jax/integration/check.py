@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import logging
 import textwrap
 from typing import Any
 
@@ -73,7 +74,7 @@ class CheckedWeight:
   leave_dense: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Checked:
   """The outcome of `check`; as text a table.
 
@@ -103,7 +104,7 @@ class Checked:
     """Whether every matched weight can be sparse, by this recipe as it is, and is trained."""
     return not self.unbound and all(w.problem is None for w in self.weights)
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     return self.text()
 
   def text(self, width: int | None = None) -> str:
@@ -209,7 +210,9 @@ def check(
       if path not in weights:
         raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
       weights[path] = dataclasses.replace(weights[path], problem=weights[path].problem or problem)
-    notes += notes_of_clips(tried)
+    for said in notes_of_clips(tried):  # nothing else tells of them, and whoever asks for `ok` sees no note
+      logging.getLogger('sparse24_jax').warning('%s', said)
+      notes.append(f'WARNING  {said}')
   return Checked(tuple(weights.values()), dense, tuple(notes), tuple(unbound))
 
 

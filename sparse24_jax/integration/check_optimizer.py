@@ -33,7 +33,7 @@ def problems_of(tried: Tried, weights: Mapping[str, BoundWeight]) -> dict[str, s
       path,
       f'{path}: the weights after step {step} differ from those the masks were chosen from: a transformation after'
       ' sparse_training changed the update, a learning rate or a clip say: put it inside,'
-      ' sparse_training(chain(...), recipe)',
+      ' sparse_training(chain(...), recipe), and a clip in front where gradients have masked decay',
     )
   for path in tried.still:
     problems.setdefault(

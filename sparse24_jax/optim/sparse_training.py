@@ -59,7 +59,8 @@ def sparse_training(
   steps the topology changes by the weights and the dense gradients of that step, which is a step like any other; it
   rests where one of these is not finite. Clip
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
-  sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
+  sparse_training(optax.adamw(lr), recipe))`; but inside it for `mixed_sparsity`, `rigl`, `set_` and `static`, whose
+  gradients are dense in front of it. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own or
   blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do.
 

@@ -21,7 +21,7 @@ def rigl(
   refresh_every: int = 100,
   seed: int = 0,
 ) -> Recipe:
-  """RigL: drops by magnitude, grows by the dense gradient.
+  """RigL: drops by magnitude, grows by the dense gradient. A clip belongs inside `sparse_training`, as for SET.
 
   Args:
     path: regular expression of the weights to make sparse.
@@ -68,6 +68,8 @@ def set_(
   seed: int = 0,
 ) -> Recipe:
   """SET: drops by magnitude, grows at random.
+
+  A clip belongs inside, `sparse_training(optax.chain(clip, optimizer), recipe)`: in front gradients are dense.
 
   Args:
     path: regular expression of the weights to make sparse.

@@ -43,6 +43,8 @@ def mixed_sparsity(
   start at zero with zero moments; an update of the topology is an optimizer step like any other (the released code
   skips that step, and keeps moments).
 
+  A clip belongs inside, `sparse_training(optax.chain(clip, optimizer), recipe)`: in front gradients are dense.
+
   Each stage is a phase, and all are called `'sparse'`: their density follows a traced schedule, so that one compiled
   step serves all, or two if the ultra-sparse stage has an `attention` of its own. With a `structure` warm-up and
   restoration are dense phases, as masks of four out of four are not 2:4; in between the 2:4 matmul runs every step: the

@@ -294,7 +294,7 @@ class CheckTest(parameterized.TestCase):
         self.assertTrue(checked.ok)  # DoG, say, looks the same
         self.assertLen(checked.notes, wrong)
         if wrong:
-          self.assertRegex(str(checked), rf'\nout: {told}')
+          self.assertRegex(str(checked), rf'\nWARNING  out: {told}')
 
   def test_an_optimizer_whose_recipe_is_not_bound(self):
     recipe, params, x = s24.recipes.ste('w'), {'w': gaussian(0, (8, 16))}, gaussian(1, (4, 16))
