@@ -100,7 +100,8 @@ class DensitySchedule:
   @property
   def corners(self) -> tuple[float, ...]:
     """The density at the start, and at the end of each stage."""
-    return self.start, *(stage.density for stage in self.stages)
+    starts = () if self.stages[0].ramp == 'once' else (self.start,)
+    return *starts, *(stage.density for stage in self.stages)
 
   def __call__(self, step: Any) -> Array:
     """float32, shape of `step`: the density after `step` optimizer steps."""

@@ -147,8 +147,9 @@ def run_sparse(
   missing = [path for path, w in known.items() if w.rule.policy.projection is not None and path not in states]
   if missing:
     raise ValueError(
-      f'{listed(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns (and sparsify the same phase), to'
-      " linen models as collection 'sparse24', and for a function of an nnx model make it with the recipe of bind"
+      f'{listed(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns (and'
+      " sparsify the same phase), to linen models as collection 'sparse24', and for a function of an nnx model make it"
+      ' with the recipe of bind'
       f'{_deeper(missing[0], states)}'
     )
   deleted = [path for path in known if path in states and _is_deleted(states[path])]

@@ -107,8 +107,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   Raises:
     ValueError: names the first weight that is not 2:4, or 1:4 if that is its projection, along what its matmul
       contracts (of a transposable projection along both), with the group that is not, or that holds NaN; or, without a
-      pattern, as under `rigl`, that has fewer zeros than the density at the end of the run leaves; or weights whose
-      axes nothing tells.
+      pattern, as under `rigl`, that has fewer zeros than the density at the end of the run leaves (give all weights
+      of the recipe, which share it); or weights whose axes nothing tells.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -152,12 +152,15 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 def _require_density(topology: Topology, w: Array, context: Context, recipe: Recipe) -> None:
   """Raises ValueError where a weight, as [in, out], has more links than at the end of a run, if that is known."""
   last = topology.last_change(recipe.refresh_every, recipe.total_steps)
-  if last is None:
+  if last is None or recipe.phases[-1].name == 'dense':
     return
   links, found = int(topology.links(context._replace(step=last), w.shape)), int((w != 0).sum((-2, -1)).max())
   if found > links * (1 + 1e-6) + 1:  # a compiled step may round shares in float32 otherwise
     size = w.shape[-2] * w.shape[-1]
-    raise ValueError(f'{found} of {size} entries are not zero, and at the end of a run {recipe.name!r} keeps {links}')
+    raise ValueError(
+      f'{found} of {size} entries are not zero, and at the end of a run {recipe.name!r} keeps {links}, its share among'
+      ' all weights of the recipe: give them all'
+    )
 
 
 def require_zeros(form: Form | None, w: Array, layout: Layout) -> None:

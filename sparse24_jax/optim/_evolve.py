@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
 import itertools
 import operator
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -177,8 +178,10 @@ class _Change(NamedTuple):
 def _kind(weight: _Weight, state: Array) -> Hashable:
   """The same for weights whose links one program changes in turn."""
   p, w, gradient, context = weight
-  is_ours = isinstance((p.matrix or p).update, Topology)  # another might ask for the path
-  return (p, *map(jax.typeof, (w, gradient, state))) if is_ours else context.path
+  if type((p.matrix or p).update) is not Topology:  # another might ask for the path
+    return context.path
+  # By name, as layers are divided alike on a mesh that types say nothing of, and q and o may not be.
+  return p, *map(jax.typeof, (w, gradient, state)), re.sub(r'\d+', '', context.path)
 
 
 def _evolved(alike: Sequence[_Change]) -> list[Evolved]:

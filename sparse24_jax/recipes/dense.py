@@ -25,6 +25,7 @@ def dense(path: str | None = None, *, watch: Projection | None = None, refresh_e
   ()
   """
   if (path is None) != (watch is None):
-    raise ValueError(f'path={path!r} and watch={watch.name if watch else None!r}: give both or neither, as watch a projection: magnitude()')
+    watched = watch.name if watch else None
+    raise ValueError(f'path={path!r} and watch={watched!r}: give both or neither, as watch a projection: magnitude()')
   rules = () if path is None else (Rule(path, DotPolicy(watch)),)
   return Recipe('dense', rules, refresh_every=refresh_every, phases=(Phase('dense', 1.0),))

@@ -8,7 +8,6 @@ from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels import _checks, _disk_cache, _dispatch, _passes_check
 from tests import targets
@@ -25,7 +24,6 @@ class PassesCheckTest(absltest.TestCase):
     self.enter_context(mock.patch.object(_passes_check, '_SHAPE', (64, 256)))
     _dispatch.log_once.cache_clear()
 
-  @pytest.mark.slow
   def test_one_wrong_entry_is_enough(self):
     def stand_in(implementation, op, *args):
       off = implementation == 'triton' and op.__name__ == wrong

@@ -10,7 +10,6 @@ from unittest import mock
 
 from absl.testing import absltest
 import jax
-import pytest
 
 from experiments.runs import run_folder
 from tests.experiments.fakes import temp_folder
@@ -18,7 +17,6 @@ from tests.experiments.runs.train_test import ROOT, run, tiny
 
 
 class RunFolderTest(absltest.TestCase):
-  @pytest.mark.slow
   def test_a_folder_belongs_to_one_process_until_that_ends(self):
     folder = Path(temp_folder(self), 'new')
     program = '''

@@ -18,6 +18,8 @@ import pytest
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax.__main__ import main
+from sparse24_jax.integration import check as check_module
+from sparse24_jax.optim import try_chain
 from tests.draws import gaussian
 from tests.sparse24_jax.binding.functions import arguments, CASES, shape
 
@@ -275,6 +277,17 @@ class CheckTest(parameterized.TestCase):
                           (s24.sparse_training(sam, recipe), True),
                           (optax.chain(s24.sparse_training(by_loss, recipe), optax.scale(0.5)), False)):  # fmt: skip
       self.assertEqual(s24.check(recipe, lambda p, x: x @ p['w'], params, x, optimizer=optimizer).ok, ok)
+
+  def test_notes_of_clips_are_shown_and_logged(self):
+    f, params, x = example()
+    recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    tried = try_chain(tx, params)._replace(clipped='out')
+    with mock.patch.object(check_module, 'try_chain', return_value=tried), self.assertLogs('sparse24_jax') as logs:
+      checked = s24.check(recipe, f, params, x, optimizer=tx)
+    self.assertTrue(checked.ok)
+    self.assertRegex(repr(checked), r'\nWARNING  out: masked decay')
+    self.assertIn('out: masked decay', '\n'.join(logs.output))
 
   @pytest.mark.slow
   def test_a_clip_on_the_wrong_side(self):

@@ -1,6 +1,7 @@
 """What changes updates behind `sparse_training` is found before a run, at any rate; right chains are not told."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -148,6 +149,16 @@ class ChangedBehindTest(parameterized.TestCase):
       several = optax.MultiSteps(tx, 2).gradient_transformation()
       found.append(try_chain(several if case == 'micro_batches' else tx, params, links=UP).in_front)
     self.assertEqual(found, [UP, None])
+
+  @pytest.mark.slow
+  def test_nothing_is_asked_in_a_dense_phase_nor_of_an_optimizer_that_skips_large_steps(self):
+    recipe = s24.recipes.mixed_sparsity('mlp/.*', total_steps=2000, structure='2:4')
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+    start = s24.sparse_training(clipped, recipe, phase='dense')
+    skips = functools.partial(optax.skip_large_updates, max_squared_norm=1e6)
+    skipping = optax.MultiSteps(wrapped(optax.adamw(3e-4), RECIPES['rigl']), 1, should_skip_update_fn=skips)
+    for tx in (start, skipping.gradient_transformation()):
+      self.assertIsNone(try_chain(tx, params_of(), links=UP).in_front)
 
   @parameterized.parameters(*USUAL)
   @pytest.mark.few

@@ -430,6 +430,23 @@ class AlikeTest(parameterized.TestCase):
     masks = sparse_states(state)
     self.assertTrue((np.asarray(masks['h0']) != np.asarray(masks['h1'])).any())
 
+  def test_those_of_other_names_or_of_a_topology_of_their_own_have_their_own_program(self):
+    """On a mesh q and o may be divided in other ways, which types need not say."""
+
+    class Own(s24.Topology):
+      pass
+
+    projection, w = s24.dynamic_sparse(0.3), jnp.ones((8, 8))
+
+    def kind(path, projection=projection):
+      context = Context(jnp.int32(0), path, {path: w.shape})
+      return _evolve._kind(_evolve._Weight(projection, w, w, context), w > 0)
+
+    self.assertEqual(kind('h_0/q'), kind('h_11/q'))
+    self.assertNotEqual(kind('h_0/q'), kind('h_0/o'))
+    own = projection._replace(update=Own(0.3))
+    self.assertNotEqual(kind('h_0/q', own), kind('h_1/q', own))
+
   def test_the_program_does_not_grow_by_their_number(self):
     def loops(count):
       tx, params = s24.sparse_training(optax.sgd(0.1), self._recipe()), self._params(count)

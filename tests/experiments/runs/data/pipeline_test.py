@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
-import pytest
 
 from experiments.runs.data import corpora, packing, pipeline
 from experiments.runs.data import main as command
@@ -190,7 +189,6 @@ print(pipeline.load(corpus='folder', manual_dir={self.manual_dir!r}, data_dir={s
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
-  @pytest.mark.slow
   def test_a_killed_preparation_is_made_good(self):
     patches = ('tokenizer.Bytes.encode_batch = die_encoding', 'folders.file_documents = die_reading')
     for patch in patches:
