@@ -99,7 +99,7 @@ class DensitySchedule:
 
   @property
   def corners(self) -> tuple[float, ...]:
-    """The density at the start, and at the end of each stage."""
+    """The density at the start, unless the first stage leaves it at once, and at the end of each stage."""
     starts = () if self.stages[0].ramp == 'once' else (self.start,)
     return *starts, *(stage.density for stage in self.stages)
 

@@ -101,7 +101,7 @@ class Checked:
 
   @property
   def ok(self) -> bool:
-    """Whether every matched weight can be sparse, by this recipe as it is, and is trained."""
+    """Whether every matched weight can be sparse, none is `unbound`, and all are trained."""
     return not self.unbound and all(w.problem is None for w in self.weights)
 
   def __repr__(self) -> str:
@@ -156,7 +156,8 @@ def check(
     **kwargs: as `args`.
 
   Returns:
-    A table as text, with `.ok`, which is False too where a recipe has to be bound and is not.
+    A table as text, with `.ok`, which is False too where a weight is not stored as `[stacked..., in, out]` and the
+    recipe is not bound.
 
   Raises:
     ValueError: the recipe is not a Recipe, a rule matches nothing, or the optimizer has another recipe. What is wrong

@@ -161,15 +161,15 @@ def _change(weights: Sequence[_Weight], carried: Sequence[_Carried]) -> list[_Ca
   stepped = [rounded_once(weight.w, own.update) for weight, own in zip(weights, carried, strict=True)]
   if not evolving(weights[0].projection):
     return [_changed(*each, None) for each in zip(weights, carried, stepped, strict=True)]
-  changes = [
-    _Change(weight, new, own.state) for weight, new, own in zip(weights, stepped, carried, strict=True)
-  ]
+  changes = [_Change(weight, new, own.state) for weight, new, own in zip(weights, stepped, carried, strict=True)]
   kinds = itertools.groupby(changes, key=lambda change: _kind(change.weight, change.state))
   evolved = itertools.chain.from_iterable(_evolved(list(alike)) for _, alike in kinds)
   return [_changed(*each) for each in zip(weights, carried, stepped, evolved, strict=True)]
 
 
 class _Change(NamedTuple):
+  """A weight, its value after the step, and the links that it had."""
+
   weight: _Weight
   stepped: Array
   state: Array
