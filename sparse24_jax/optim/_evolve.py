@@ -21,7 +21,7 @@ from sparse24_jax.rules import map_by_path
 from sparse24_jax.selection import word_of
 from sparse24_jax.topology import Context, Evolved, Topology
 
-# Ours. Each loop makes the host wait once, so there are few, and each holds the updates of its weights in full.
+# Ours. The host waits in each loop, so there are few. Each holds updates of its weights, and the weights after them.
 _LOOPS = 8
 
 
